@@ -1,0 +1,1 @@
+"""KV-cache recovery for agents that edit their own prompts, on an embedded vLLM."""

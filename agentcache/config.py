@@ -1,0 +1,88 @@
+"""Settings of a cache, validated once and frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentcache.errors import ConfigError
+
+__all__ = ["CacheConfig", "ConnectorConfig"]
+
+
+class ConnectorConfig(BaseModel):
+    """Settings that the connector reads from vLLM's `kv_connector_extra_config`.
+
+    Attributes:
+        host_bytes: Budget of the in-memory checkpoint store, in bytes of all ranks' KV.
+        recompute_tokens_per_step: Most tokens that recovery computes inside one engine step; longer repairs run in slices
+            between steps. None: the engine's own `max_num_batched_tokens`.
+        save_tokens_per_step: Most rows that are gathered in one engine step while other requests run.
+        verify_checksums: Whether each block's checksum is compared when it is restored.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host_bytes: int = Field(default=4 << 30, ge=0)
+    recompute_tokens_per_step: int | None = Field(default=None, ge=1)
+    save_tokens_per_step: int = Field(default=512, ge=1)
+    verify_checksums: bool = True
+
+
+class CacheConfig(BaseModel):
+    """Settings of an `AgentCache`.
+
+    Attributes:
+        model: A folder, a hub id, or the name of a built-in model (`smollm2`).
+        policy: Default recovery policy of every request.
+        policy_options: The policy's own settings, e.g. `{"k": 32}`.
+        dtype: Weight and KV dtype.
+        max_model_len: Longest prompt plus reply in tokens; None takes the model's.
+        block_size: Tokens a KV block.
+        kv_bytes: KV memory of the engine; None takes a quarter of the free memory on CPU, vLLM's default on GPU.
+        host_bytes: Budget of the checkpoint store.
+        max_num_seqs: Most requests in one engine step.
+        max_num_batched_tokens: Most tokens in one engine step.
+        namespace: Tenant of this handle; other namespaces' KV is never seen.
+        events: File that every event is appended to as a JSON line.
+        seed: Sampling seed of the engine.
+        start_timeout_s: How long the engine may take to start.
+        engine_args: Further `AsyncEngineArgs`, passed on as they are.
+        connector: Settings of the connector.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(default="smollm2", min_length=1)
+    policy: str = "prefix_cache"
+    policy_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=16)
+    block_size: int = Field(default=32, ge=16)
+    kv_bytes: int | None = Field(default=None, ge=1 << 20)
+    host_bytes: int = Field(default=4 << 30, ge=0)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=16)
+    namespace: str = Field(default="default", min_length=1, max_length=256)
+    events: Path | None = None
+    seed: int = 0
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    connector: ConnectorConfig = Field(default_factory=ConnectorConfig)
+
+    @classmethod
+    def build(cls, **settings: Any) -> CacheConfig:
+        """Returns validated settings.
+
+        Raises:
+            ConfigError: A setting is unknown or out of range; names it, its value and what is allowed.
+        """
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            lines = [
+                f"{'.'.join(str(p) for p in e['loc']) or 'settings'}={e.get('input')!r}: {e['msg']}" for e in error.errors()
+            ]
+            raise ConfigError("these settings are not allowed:\n  " + "\n  ".join(lines)) from error

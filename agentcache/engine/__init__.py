@@ -1,0 +1,1 @@
+"""The engine: the vLLM connector and the embedded façade."""

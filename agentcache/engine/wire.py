@@ -1,0 +1,146 @@
+"""What travels between the caller and the connector: the request's `kv_transfer_params` and the report that comes back.
+
+Both are plain JSON values under one key, so any client of vLLM can send them. No torch, no vLLM.
+
+```
+SamplingParams.extra_args["kv_transfer_params"] = {"agentcache": ResumeParams}      caller -> scheduler half
+RequestOutput.kv_transfer_params                = {"agentcache": Recovery}          scheduler half -> caller
+```
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentcache.types import AlignedRun, Boundary, BoundaryKind, PromptDiff
+
+__all__ = ["KEY", "Recovery", "ResumeParams", "parse_params"]
+
+KEY = "agentcache"
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Count = Annotated[int, Field(ge=0, le=1 << 30)]
+
+
+class ResumeParams(BaseModel):
+    """One request's place in its episode and how it may be recovered.
+
+    Attributes:
+        version: Id of the version that this request creates; unique in its namespace.
+        parent: Id of the version whose KV may be reused.
+        namespace: Tenant; versions of other namespaces are never seen.
+        episode: Group that is evicted together.
+        policy: Registered name of the recovery policy.
+        options: The policy's own settings.
+        aligned: `[old_start, new_start, length]` spans of the diff to the parent; None lets the connector diff.
+        boundaries: `[kind, start, stop]` of the new prompt.
+        save: Whether the version is checkpointed when it ends.
+        salt: Extra salt, e.g. of a benchmark's repetition.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Name
+    parent: Name | None = None
+    namespace: Name = "default"
+    episode: Name | None = None
+    policy: Name = "prefix_cache"
+    options: dict[str, int | float | str | bool | None] = Field(default_factory=dict, max_length=32)
+    aligned: list[tuple[Count, Count, Count]] | None = Field(default=None, max_length=65_536)
+    boundaries: list[tuple[BoundaryKind, Count, Count]] = Field(default_factory=list, max_length=65_536)
+    save: bool = True
+    salt: Annotated[str, Field(max_length=256)] = ""
+
+    @property
+    def group(self) -> str:
+        """The eviction group: the episode, or the version itself."""
+        return self.episode or self.version
+
+    def diff(self, old_len: int, new_len: int) -> PromptDiff | None:
+        """Returns the diff that the caller sent, or None; raises ValueError when it does not fit the two lengths."""
+        if self.aligned is None:
+            return None
+        return PromptDiff(old_len, new_len, tuple(AlignedRun(*run) for run in self.aligned))
+
+    def boundary_tuple(self) -> tuple[Boundary, ...]:
+        """Returns the boundaries as values that policies read."""
+        return tuple(Boundary(*b) for b in self.boundaries)
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """Returns the value of `SamplingParams.extra_args` that carries these parameters."""
+        return {"kv_transfer_params": {KEY: self.model_dump(mode="json", exclude_defaults=True)}}
+
+
+class Recovery(BaseModel):
+    """How one request's KV came to be; counts are tokens of its prompt.
+
+    Attributes:
+        version: The version that the request created.
+        parent: The version it was recovered from, if any.
+        policy: The policy that was used.
+        requested_policy: The policy that was asked for.
+        exact: Whether every row is that of a full prefill.
+        reason: Why less was recovered than was asked for; None when nothing was lost.
+        prompt_tokens: Length of the prompt.
+        prefix_tokens: |P| that was not computed again.
+        fresh_tokens: |X|: new tokens before the last reused one.
+        repair_tokens: |R|: aligned tokens that were computed again.
+        reused_tokens: |F|: aligned tokens after the edit that were restored.
+        new_tokens: |N|: what vLLM itself computed.
+        local_tokens: Of P, X, R and F, those found in vLLM's own prefix cache.
+        restored_tokens: Rows copied from the checkpoint.
+        restored_bytes: Their bytes on this rank.
+        recomputed_tokens: Rows that the segment forward computed.
+        lost_tokens: Rows that could not be restored and were recomputed instead.
+        asynchronous: Whether the recomputation ran in slices between steps.
+        diff_ms: Time of the diff in the caller.
+        plan_ms: Time of policy and planning in the scheduler.
+        restore_ms: Time of the copy.
+        recompute_ms: Time of the segment forward.
+        ttft_ms: From the call to the first token in the caller.
+        saved: What becomes of this version's checkpoint.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    version: str = ""
+    parent: str | None = None
+    policy: str = "prefix_cache"
+    requested_policy: str = "prefix_cache"
+    exact: bool = True
+    reason: str | None = None
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    fresh_tokens: int = 0
+    repair_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    local_tokens: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    recomputed_tokens: int = 0
+    lost_tokens: int = 0
+    asynchronous: bool = False
+    diff_ms: float = 0.0
+    plan_ms: float = 0.0
+    restore_ms: float = 0.0
+    recompute_ms: float = 0.0
+    ttft_ms: float | None = None
+    saved: Literal["pending", "no", "refused"] = "no"
+
+
+def parse_params(raw: Any) -> tuple[ResumeParams | None, str | None]:
+    """Returns a request's parameters, or None and the reason when they are malformed; (None, None) when it did not opt in.
+
+    Args:
+        raw: `Request.kv_transfer_params` as it came from the client.
+    """
+    if not isinstance(raw, dict) or KEY not in raw:
+        return None, None
+    try:
+        return ResumeParams.model_validate(raw[KEY]), None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "value"
+        return None, f"malformed kv_transfer_params: {where}: {first['msg']}"

@@ -1,0 +1,1 @@
+"""Episodes, versions and diffs: pure Python."""

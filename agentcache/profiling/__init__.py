@@ -1,0 +1,1 @@
+"""Offline profiling of a model."""

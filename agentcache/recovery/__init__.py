@@ -1,0 +1,1 @@
+"""Recovery policies and the planner: pure functions over small arrays."""

@@ -1,0 +1,1 @@
+"""Checkpoints: the block index and the block store."""

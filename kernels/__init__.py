@@ -1,0 +1,1 @@
+"""One kernel a file, each beside its float32 twin in `reference.py`."""
