@@ -1,0 +1,161 @@
+"""The vLLM connector: a façade over the scheduler half and the worker half, one instance a process.
+
+`--kv-transfer-config '{"kv_connector": "AgentCacheConnector", "kv_connector_module_path": "agentcache.engine.connector",
+"kv_role": "kv_both"}'`. Requests opt in by `kv_transfer_params`, see `engine.wire`; all others are untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.attention.backend import AttentionMetadata
+
+from agentcache.config import ConnectorConfig
+from agentcache.engine.orders import StepOrders, StepReport
+from agentcache.engine.scheduler_half import SchedulerHalf
+from agentcache.engine.support import check_config, check_kv_cache_config
+from agentcache.engine.worker_half import WorkerHalf
+from agentcache.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["AgentCacheConnector"]
+
+logger = logging.getLogger(__name__)
+
+
+class AgentCacheConnector(KVConnectorBase_V1):
+    """Recovers the KV of edited prompts; see `docs/structure.md` for a request's life."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        reasons = check_config(vllm_config) + check_kv_cache_config(kv_cache_config)
+        if reasons:
+            raise UnsupportedModelError(vllm_config.model_config.model, reasons)
+        extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        try:
+            config = ConnectorConfig.model_validate(extra)
+        except ValidationError as error:
+            raise ConfigError(f"kv_connector_extra_config is not allowed: {error}") from error
+        self.worker: WorkerHalf | None = None
+        self.scheduler: SchedulerHalf | None = None
+        if role == KVConnectorRole.WORKER:
+            self.worker = WorkerHalf(config)
+        else:
+            spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+            layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            self.scheduler = SchedulerHalf(
+                config,
+                block_size=int(getattr(kv_cache_config, "hash_block_size", None) or spec.block_size),
+                bytes_per_token=spec.page_size_bytes // spec.block_size * layers * ranks,
+                max_step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is dropped is a later miss, never a wrong answer."""
+        return False
+
+    # -- worker side ---------------------------------------------------------------------------------------------------
+
+    def _orders(self) -> StepOrders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Restores and recomputes the rows that this step's requests were promised."""
+        assert self.worker is not None
+        self.worker.start_load(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: loads end in `start_load_kv`."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Does nothing: finished requests are gathered after the step."""
+
+    def wait_for_save(self) -> None:
+        """Gathers rows of finished requests, a bounded number a step."""
+        assert self.worker is not None
+        self.worker.finish_step(self._orders())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Returns requests whose gather ended and requests whose background load ended."""
+        assert self.worker is not None
+        return self.worker.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns blocks of loads that failed altogether; vLLM computes them and the scheduler half evicts their hashes."""
+        assert self.worker is not None
+        return self.worker.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Returns the step's report when there is something to tell."""
+        assert self.worker is not None
+        return self.worker.take_report()
+
+    # -- scheduler side ------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Plans a request that opted in."""
+        assert self.scheduler is not None
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many rows we provide beyond vLLM's own hit."""
+        assert self.scheduler is not None
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Orders the load now that the blocks are known."""
+        assert self.scheduler is not None
+        self.scheduler.after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Returns the step's orders."""
+        assert self.scheduler is not None
+        return self.scheduler.orders(scheduler_output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Takes in the workers' reports."""
+        assert self.scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            evict = self.scheduler.on_report(report)
+            if evict:
+                assert self._kv_cache_manager is not None
+                self._kv_cache_manager.evict_blocks(evict)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Registers the version that the request created and orders its save."""
+        assert self.scheduler is not None
+        return self.scheduler.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping: saves are open."""
+        return self.scheduler is not None and self.scheduler.busy
+
+    def reset_cache(self) -> bool | None:
+        """Drops every checkpoint."""
+        assert self.scheduler is not None
+        self.scheduler.reset()
+        return True

@@ -1,0 +1,99 @@
+"""From a request and its parent's checkpoint to a recovery plan, or the reason why there is none. Pure: no vLLM, no torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from agentcache.engine.wire import ResumeParams
+from agentcache.episodes.diff import diff_tokens
+from agentcache.errors import ConfigError
+from agentcache.recovery.base import PolicyContext, RecoveryPlan
+from agentcache.recovery.planner import plan
+from agentcache.recovery.registry import get_policy
+from agentcache.store.index import Version
+from agentcache.types import AlignedRun, PromptDiff
+
+__all__ = ["plan_request", "refusal"]
+
+logger = logging.getLogger(__name__)
+
+
+def refusal(request: Any) -> str | None:
+    """Returns why vLLM must serve this request alone, or None.
+
+    Args:
+        request: vLLM's `Request`.
+    """
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "prompt embeddings have no token ids to compare"
+    if getattr(request, "lora_request", None) is not None:
+        return "LoRA adapters change the KV; checkpoints are the base model's"
+    if getattr(request, "mm_features", None):
+        return "multimodal inputs are not part of the token ids"
+    if getattr(request, "pooling_params", None) is not None:
+        return "pooling requests have no KV to keep"
+    if getattr(request, "resumable", False):
+        return "resumable streaming requests change their prompt while they run"
+    sampling = request.sampling_params
+    if sampling is not None and sampling.prompt_logprobs is not None:
+        return "prompt log-probabilities need every prompt row to be computed"
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return "the request asked not to read any cache"
+    if getattr(request, "cache_salt", None):
+        return "the request has a cache_salt; use a namespace to separate tenants"
+    return None
+
+
+def _checked_diff(token_ids: np.ndarray[Any, Any], parent: Version, params: ResumeParams) -> PromptDiff:
+    """Returns the diff of the caller when it holds for the stored ids, otherwise our own."""
+    old = parent.token_ids
+    if params.aligned is not None:
+        # The caller counts the last sampled token, whose KV never existed.
+        runs = [AlignedRun(*run) for run in params.aligned]
+        clipped = [r._replace(length=min(r.length, len(old) - r.old_start)) for r in runs if r.old_start < len(old)]
+        try:
+            diff = PromptDiff(len(old), len(token_ids), tuple(r for r in clipped if r.length > 0))
+        except ValueError:
+            diff = None
+        if diff is not None and all(
+            np.array_equal(old[r.old_start : r.old_stop], token_ids[r.new_start : r.new_stop]) for r in diff.aligned
+        ):
+            return diff
+        logger.warning("version %s: the sent diff does not fit its parent's tokens; computing our own", params.version)
+    return diff_tokens(old, token_ids)
+
+
+def plan_request(
+    prompt: Sequence[int], parent: Version, params: ResumeParams
+) -> tuple[RecoveryPlan | None, str | None]:
+    """Returns the plan of a resume, or None and the reason.
+
+    Args:
+        prompt: The new prompt's ids.
+        parent: The checkpoint to reuse.
+        params: What the caller asked for.
+    """
+    token_ids = np.asarray(prompt, dtype=np.int32)
+    try:
+        policy = get_policy(params.policy, params.options)
+    except ConfigError as error:
+        return None, str(error)
+    diff = _checked_diff(token_ids, parent, params)
+    try:
+        made = plan(
+            policy,
+            PolicyContext(diff, token_ids, params.boundary_tuple()),
+            parent_exact_end=parent.exact_end,
+            missing=parent.missing(),
+            limit=len(token_ids) - 1,
+        )
+    except Exception as error:  # a policy may be anybody's code; the request must live
+        logger.exception("policy %s failed", params.policy)
+        return None, f"policy {params.policy!r} failed: {type(error).__name__}: {error}"
+    if made.load_end == 0:
+        return None, "nothing of the parent can be reused"
+    return made, None

@@ -1,0 +1,361 @@
+"""The connector's scheduler half: plans each resume, names approximate blocks, and owns the checkpoint index.
+
+```
+on_new_request          parse -> refuse or plan -> salt the block hashes, pin the parent
+matched_tokens          how many rows we provide beyond vLLM's own hit; None while the parent is still being saved
+after_alloc             blocks are known: build the load order (again after a preemption)
+orders                  hand the step's orders to the workers
+on_report               saves committed, objects lost, loads timed
+request_finished        register the version and order its save
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentcache.config import ConnectorConfig
+from agentcache.engine.commits import Salts, lineage_salts, salt_request, version_salt
+from agentcache.engine.orders import LoadExtent, LoadOrder, SaveOrder, StepOrders, StepReport
+from agentcache.engine.planning import plan_request, refusal
+from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
+from agentcache.recovery.base import RecoveryPlan
+from agentcache.store.index import CheckpointIndex, Refusal, Version
+from agentcache.types import Run, clip_runs, complement, run_tokens
+
+__all__ = ["SchedulerHalf"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Request:
+    """What the half knows of one request that opted in.
+
+    `plan` is None when nothing can be restored. `first_approximate` holds for the version whatever becomes of the plan,
+    unless its approximate rows provably never came to be.
+    """
+
+    params: ResumeParams | None
+    recovery: Recovery
+    plan: RecoveryPlan | None = None
+    parent: Version | None = None
+    salts: Salts = ()
+    first_approximate: int | None = None
+    matched: int = 0
+    loading: bool = False
+    load_blocks: tuple[int, ...] = ()
+    save: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.params.namespace, self.params.version) if self.params else ("", self.recovery.version)
+
+
+class SchedulerHalf:
+    """The scheduler process's half.
+
+    Args:
+        config: The connector's settings.
+        block_size: Tokens a hashed block.
+        bytes_per_token: Bytes of one row over all layers and ranks.
+        max_step_tokens: The engine's token budget a step.
+    """
+
+    def __init__(self, config: ConnectorConfig, *, block_size: int, bytes_per_token: int, max_step_tokens: int) -> None:
+        self.config = config
+        self.block_size = block_size
+        self.step_tokens = config.recompute_tokens_per_step or max_step_tokens
+        self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.host_bytes)
+        self.attached = False
+        self._requests: dict[str, _Request] = {}
+        self._running: set[tuple[str, str]] = set()
+        self._saving: dict[str, tuple[str, str]] = {}
+        self._orders = StepOrders()
+
+    # -- a request arrives ---------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Plans a request that opted in and salts its hashes; a request that did not is left as it is."""
+        params, malformed = parse_params(request.kv_transfer_params)
+        if params is None:
+            if malformed is not None:
+                self._requests[request.request_id] = _Request(
+                    None, Recovery(reason=malformed, prompt_tokens=request.num_prompt_tokens)
+                )
+            return
+        recovery = Recovery(
+            version=params.version,
+            parent=params.parent,
+            requested_policy=params.policy,
+            prompt_tokens=request.num_prompt_tokens,
+        )
+        state = _Request(params, recovery)
+        self._requests[request.request_id] = state
+        key = (params.namespace, params.version)
+        recovery.reason = refusal(request)
+        if recovery.reason is None and (key in self._running or self.index.lookup(*key) is not None):
+            recovery.reason = f"version {params.version!r} exists already; a version is created once"
+        if recovery.reason is not None:
+            return
+        self._running.add(key)
+        state.save = params.save
+        if params.parent is not None:
+            self._plan(request, state, params)
+
+    def _plan(self, request: Any, state: _Request, params: ResumeParams) -> None:
+        assert params.parent is not None
+        if not self.attached:
+            state.recovery.reason = "the worker half is not attached to the model yet"
+            return
+        if (params.namespace, params.parent) in self._running:
+            state.recovery.reason = f"parent {params.parent!r} is still generating"
+            return
+        parent = self.index.lookup(params.namespace, params.parent)
+        if parent is None:
+            state.recovery.reason = f"parent {params.parent!r} is unknown or was evicted"
+            return
+        started = time.perf_counter()
+        plan, reason = plan_request(request.prompt_token_ids, parent, params)
+        state.recovery.plan_ms = (time.perf_counter() - started) * 1e3
+        state.recovery.reason = reason
+        if plan is None:
+            return
+        state.plan, state.parent, state.first_approximate = plan, parent, plan.first_approximate
+        self.index.pin(parent.version_id)
+        self.index.touch(parent.version_id)
+        reused = plan.reused_tokens > 0
+        state.salts = lineage_salts(
+            parent.salts,
+            prefix=plan.prefix_tokens,
+            restored_after_prefix=reused,
+            first_approximate=plan.first_approximate,
+            block_size=self.block_size,
+            own=version_salt(params.namespace, params.version, plan.digest, params.salt),
+        )
+        salt_request(request, state.salts)
+        recovery = state.recovery
+        recovery.policy, recovery.exact = plan.policy, plan.exact
+        recovery.prefix_tokens, recovery.fresh_tokens = plan.prefix_tokens, plan.fresh_tokens
+        recovery.repair_tokens, recovery.reused_tokens = plan.repair_tokens, plan.reused_tokens
+        recovery.new_tokens = request.num_prompt_tokens - plan.load_end
+
+    # -- a request is scheduled ----------------------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """Returns how many rows beyond vLLM's own `local` hit this connector provides, and whether in the background."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return 0, False
+        state.matched = local
+        if state.plan is None:
+            return 0, False
+        assert state.parent is not None
+        if not self._parent_usable(state, local):
+            return 0, False
+        if state.parent.state == "saving":
+            return None, False
+        external = state.plan.load_end - local
+        if external <= 0:
+            return 0, False
+        _, recompute = self._rows(state, local)
+        return external, run_tokens(recompute) > self.step_tokens
+
+    def _parent_usable(self, state: _Request, local: int) -> bool:
+        """Whether the parent is still in the index; otherwise the plan is given up."""
+        assert state.parent is not None
+        if self.index.lookup(state.parent.namespace, state.parent.version_id) is state.parent:
+            return True
+        state.recovery.reason = f"parent {state.parent.version_id!r} was dropped before it could be restored"
+        self._give_up(state, local)
+        return False
+
+    def _give_up(self, state: _Request, local: int) -> None:
+        """Forgets a plan: vLLM computes the rows. They are exact unless vLLM's own hit reaches the lineage's blocks."""
+        plan, state.plan = state.plan, None
+        assert plan is not None
+        if state.first_approximate is not None and local <= state.first_approximate:
+            state.first_approximate = None
+        recovery = state.recovery
+        recovery.policy, recovery.exact = "prefix_cache", state.first_approximate is None
+        recovery.fresh_tokens = recovery.repair_tokens = recovery.reused_tokens = 0
+        recovery.prefix_tokens = local
+        recovery.new_tokens = recovery.prompt_tokens - local
+
+    def _rows(self, state: _Request, start: int) -> tuple[list[LoadExtent], tuple[Run, ...]]:
+        """Returns what to copy and what to compute of rows `[start, load_end)`; rows whose objects are gone are computed."""
+        plan = state.plan
+        assert plan is not None and state.parent is not None
+        extents = [LoadExtent(*e) for e in self.index.load_plan(state.parent, plan.restore, start)]
+        copied = [Run(e.position, e.position + e.length) for e in extents]
+        return extents, complement(copied, plan.load_end, start)
+
+    def after_alloc(self, request: Any, block_ids: list[int], external: int) -> None:
+        """Orders the load of a request whose blocks were just allocated."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.loading:
+            return
+        recovery = state.recovery
+        recovery.local_tokens = min(state.matched, request.num_prompt_tokens)
+        if external > 0:
+            assert state.plan is not None and external == state.plan.load_end - state.matched
+            start, end = state.matched, state.plan.load_end
+            extents, recompute = self._rows(state, start)
+            background = run_tokens(recompute) > self.step_tokens
+            planned = run_tokens(clip_runs(state.plan.recompute, start, end))
+            recovery.lost_tokens = run_tokens(recompute) - planned
+            recovery.asynchronous = background
+            state.loading = background
+            state.load_blocks = tuple(block_ids[start // self.block_size : -(-end // self.block_size)])
+            self._orders.loads.append(
+                LoadOrder(
+                    request_id=request.request_id,
+                    key=state.key,
+                    token_ids=list(request.all_token_ids[:end]),
+                    block_ids=list(block_ids),
+                    extents=extents,
+                    recompute=list(recompute),
+                    background=background,
+                )
+            )
+        elif state.plan is None:
+            recovery.prefix_tokens = recovery.local_tokens
+            recovery.new_tokens = request.num_prompt_tokens - recovery.local_tokens
+        self._orders.notes[state.key] = recovery.model_dump(mode="json")
+
+    def orders(self, scheduled_tokens: int) -> StepOrders:
+        """Returns the step's orders and starts a new list."""
+        orders, self._orders = self._orders, StepOrders()
+        orders.scheduled_tokens = scheduled_tokens
+        orders.drop.extend(self.index.take_dropped())
+        return orders
+
+    # -- a step is done ------------------------------------------------------------------------------------------------
+
+    def on_report(self, report: StepReport) -> set[int]:
+        """Takes in a step's report; returns blocks whose hashes must be evicted because their load failed."""
+        self.attached = report.attached
+        for request_id, load in report.loads.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            state.loading = False
+            recovery = state.recovery
+            recovery.restored_tokens, recovery.restored_bytes = load.restored_tokens, load.restored_bytes
+            recovery.recomputed_tokens = load.recomputed_tokens
+            recovery.lost_tokens += load.lost_tokens
+            recovery.restore_ms, recovery.recompute_ms = load.restore_ms, load.recompute_ms
+            if load.lost_tokens:
+                recovery.reason = f"{load.lost_tokens} stored rows were lost or corrupt and were recomputed"
+        for object_ids in (report.lost,):
+            if object_ids:
+                self.index.lose_objects(sorted(object_ids))
+        for request_id in report.saved | report.unsaved:
+            self._end_save(request_id, ok=request_id in report.saved and request_id not in report.unsaved)
+        evict: set[int] = set()
+        for request_id in report.failed:
+            evict |= self._load_failed(request_id)
+        return evict
+
+    def _load_failed(self, request_id: str) -> set[int]:
+        state = self._requests.get(request_id)
+        if state is None:
+            return set()
+        state.loading = False
+        blocks = set(state.load_blocks)
+        if state.plan is not None:
+            state.recovery.reason = "the restore failed in the worker; vLLM computed the rows (see its log)"
+            self._give_up(state, state.matched)
+        return blocks
+
+    def _end_save(self, request_id: str, *, ok: bool) -> None:
+        key = self._saving.pop(request_id, None)
+        if key is None or self.index.lookup(*key) is None:
+            return  # dropped meanwhile
+        if ok:
+            self.index.commit(key[1])
+        else:
+            self.index.abort_save(key[1])
+
+    # -- a request ends ------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Registers the request's version; returns whether its blocks must stay for the gather, and its report."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return False, None
+        params, recovery = state.params, state.recovery
+        if params is not None:
+            self._running.discard(state.key)
+        if state.loading:
+            self._orders.cancel.append(request.request_id)
+        keep = False
+        if state.save and not state.loading:
+            assert params is not None
+            keep = self._begin_save(request, state, params, block_ids)
+        if state.parent is not None:
+            self.index.unpin(state.parent.version_id)
+        note = recovery.model_dump(mode="json")
+        self._orders.notes[state.key] = {"saved": recovery.saved, "reason": recovery.reason}
+        return keep, {KEY: note}
+
+    def _begin_save(self, request: Any, state: _Request, params: ResumeParams, block_ids: list[int]) -> bool:
+        # The last sampled token has no KV yet, nor have tokens of a step in flight.
+        computed = min(
+            request.num_computed_tokens - request.num_in_flight_tokens,
+            request.num_tokens - 1,
+            len(block_ids) * self.block_size,
+        )
+        if computed < request.num_prompt_tokens:
+            return False  # aborted in its prefill, or preempted
+        plan = state.plan
+        approximate = state.first_approximate
+        saved = self.index.begin_save(
+            version_id=params.version,
+            namespace=params.namespace,
+            group=params.group,
+            parent=state.parent.version_id if state.parent is not None and plan is not None else None,
+            token_ids=np.asarray(request.all_token_ids[:computed], dtype=np.int32),
+            computed=computed,
+            plan_restore=plan.restore if plan is not None else (),
+            exact_end=computed if approximate is None else approximate,
+            salts=state.salts if approximate is not None else (),
+        )
+        if isinstance(saved, Refusal):
+            state.recovery.saved = "refused"
+            state.recovery.reason = state.recovery.reason or saved.reason
+            return False
+        state.recovery.saved = "pending"
+        if not saved.new:
+            self.index.commit(params.version)
+            return False
+        self._saving[request.request_id] = (params.namespace, params.version)
+        self._orders.saves.append(
+            SaveOrder(
+                request_id=request.request_id,
+                key=state.key,
+                block_ids=list(block_ids),
+                objects=[*saved.new],
+            )
+        )
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must keep stepping for us: saves are open or orders wait."""
+        return bool(self._saving or self._orders.cancel)
+
+    def reset(self) -> None:
+        """Drops every checkpoint; requests in flight are computed by vLLM."""
+        self.index.clear()
+        self.index.take_dropped()
+        self._orders.clear = True
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the index's counters."""
+        return dict(self.index.stats())

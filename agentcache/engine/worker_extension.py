@@ -1,0 +1,46 @@
+"""Methods that the embedded façade calls in every worker by `collective_rpc` (vLLM's `worker_extension_cls`)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from agentcache.engine.connector import AgentCacheConnector
+from agentcache.engine.runtime import Runtime
+from agentcache.engine.worker_half import WorkerHalf
+from agentcache.errors import AgentCacheError
+
+__all__ = ["WorkerExtension"]
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; `self` is the worker."""
+
+    def _agentcache_half(self) -> WorkerHalf:
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if not isinstance(connector, AgentCacheConnector) or connector.worker is None:
+            raise RuntimeError("this engine runs without the agentcache connector")
+        return connector.worker
+
+    def agentcache_attach(self) -> dict[str, Any]:
+        """Gives the connector the model and proves every claim about it; returns `{"ok", "reasons", ...}`."""
+        half = self._agentcache_half()
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        try:
+            runtime = Runtime(runner.get_model(), runner.vllm_config, runner.kv_cache_config, runner.device)
+        except AgentCacheError as error:
+            return {"ok": False, "reasons": [str(error)]}
+        half.attach(runtime)
+        return {"ok": True, "reasons": [], **runtime.describe()}
+
+    def agentcache_report(self, namespace: str, version: str) -> dict[str, Any] | None:
+        """Returns the report of a version so far, or None when it is not known here."""
+        return self._agentcache_half().notes.get((namespace, version))
+
+    def agentcache_stats(self) -> dict[str, Any]:
+        """Returns this rank's counters."""
+        return self._agentcache_half().stats()

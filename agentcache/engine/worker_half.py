@@ -1,0 +1,300 @@
+"""The connector's worker half: follows the scheduler half's orders on this rank's pages. It decides nothing.
+
+```
+start_load   restore (copy, rotate keys, write pages) -> segment forward over X and R        inside the step
+             background loads: one slice of their segment forward a step
+finish_step  gather finished requests' rows into objects, a bounded number of rows a step
+```
+
+Nothing raises out of a step: rows that cannot be restored join the segment forward, and a load that fails altogether is
+reported so that vLLM computes those rows itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from agentcache.config import ConnectorConfig
+from agentcache.engine.orders import LoadExtent, LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
+from agentcache.engine.runtime import Runtime
+from agentcache.engine.segments import Segment
+from agentcache.store.payloads import PayloadStore
+from agentcache.types import Run, merge_runs, run_tokens
+
+__all__ = ["WorkerHalf"]
+
+logger = logging.getLogger(__name__)
+
+_NOTES = 4096  # reports kept for whoever asks later
+_IDLE_SAVE_TOKENS = 4096  # rows gathered a step when nothing else runs: a new request waits no longer than that
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load in progress: what is still to compute, and what was done."""
+
+    order: LoadOrder
+    segments: deque[Segment]
+    report: LoadReport = field(default_factory=LoadReport)
+
+
+@dataclass(slots=True)
+class _Save:
+    order: SaveOrder
+    done: int = 0
+    failed: bool = False
+
+
+class WorkerHalf:
+    """One rank's half.
+
+    Args:
+        config: The connector's settings.
+    """
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self.config = config
+        self.store = PayloadStore(verify=config.verify_checksums)
+        self.runtime: Runtime | None = None
+        self.notes: OrderedDict[tuple[str, str], dict[str, object]] = OrderedDict()
+        self._background: OrderedDict[str, _Load] = OrderedDict()
+        self._saves: deque[_Save] = deque()
+        self._finished_saves: set[str] = set()
+        self._finished_loads: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+        self._report = StepReport()
+        self._announced = False
+
+    def attach(self, runtime: Runtime) -> None:
+        """Makes loads and saves possible; `runtime` has proved its claims."""
+        self.runtime = runtime
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    def start_load(self, orders: StepOrders) -> None:
+        """Restores and recomputes what this step's orders ask for."""
+        if orders.clear:
+            self._clear()
+        for object_id in orders.drop:
+            self.store.drop(object_id)
+        for request_id in orders.cancel:
+            if self._background.pop(request_id, None) is not None:
+                self._finished_loads.add(request_id)
+        for key, note in orders.notes.items():
+            self._note(key, note)
+        now: list[_Load] = []
+        for order in orders.loads:
+            load = self._restore(order)
+            if load is None:
+                continue
+            if order.background:
+                self._background[order.request_id] = load
+            else:
+                now.append(load)
+        computed = self._recompute(now)
+        if self._background:
+            self._advance_background(self._slice_tokens(orders.scheduled_tokens + computed))
+
+    def _restore(self, order: LoadOrder) -> _Load | None:
+        """Copies an order's rows into its pages; rows that are lost join its recomputation. None when it failed."""
+        started = time.perf_counter()
+        try:
+            assert self.runtime is not None
+            extents, lost = self._fetch(order.extents)
+            blocks = torch.tensor(order.block_ids, dtype=torch.int64)
+            self.runtime.restore(self.store, extents, blocks)
+            recompute = merge_runs([*order.recompute, *(Run(e.position, e.position + e.length) for e in lost)])
+            segments = deque(Segment(order.token_ids, blocks, a, b) for a, b in recompute)
+        except Exception:
+            self._fail(order, "restore")
+            return None
+        restored = sum(e.length for e in extents)
+        report = LoadReport(
+            restored_tokens=restored,
+            restored_bytes=restored * self.runtime.row_bytes,
+            lost_tokens=sum(e.length for e in lost),
+            recomputed_tokens=run_tokens(recompute),
+            restore_ms=(time.perf_counter() - started) * 1e3,
+        )
+        return _Load(order, segments, report)
+
+    def _fetch(self, extents: list[LoadExtent]) -> tuple[list[LoadExtent], list[LoadExtent]]:
+        """Returns the extents whose objects are there and intact, and the others, which are reported as lost."""
+        good: dict[int, bool] = {}
+        for extent in extents:
+            if extent.object_id not in good:
+                good[extent.object_id] = self.store.intact(extent.object_id)
+        bad = {object_id for object_id, ok in good.items() if not ok}
+        if bad:
+            logger.warning("%d stored KV objects are lost or corrupt; their rows are recomputed", len(bad))
+            for object_id in bad:
+                self.store.drop(object_id)
+            self._report.lost |= bad
+        return [e for e in extents if good[e.object_id]], [e for e in extents if not good[e.object_id]]
+
+    def _recompute(self, loads: list[_Load]) -> int:
+        """Computes all rows of the step's loads in merged batches; returns how many there were."""
+        if not loads:
+            return 0
+        started = time.perf_counter()
+        tokens = 0
+        try:
+            assert self.runtime is not None
+            tokens = self.runtime.segments.run(segment for load in loads for segment in load.segments)
+        except Exception:
+            for load in loads:
+                self._fail(load.order, "recompute")
+            return tokens
+        elapsed = (time.perf_counter() - started) * 1e3
+        for load in loads:
+            load.report.recompute_ms = elapsed if load.segments else 0.0
+            self._finish_load(load)
+        return tokens
+
+    def _slice_tokens(self, scheduled: int) -> int:
+        """Returns how many tokens background loads may compute in a step that computes `scheduled` others."""
+        assert self.runtime is not None
+        limit = self.config.recompute_tokens_per_step or self.runtime.segments.max_tokens
+        return max(limit - scheduled, self.runtime.block_size)
+
+    def _advance_background(self, budget: int) -> None:
+        """Computes up to `budget` tokens of the background loads, oldest first."""
+        assert self.runtime is not None
+        for request_id, load in list(self._background.items()):
+            part: list[Segment] = []
+            while load.segments and budget > 0:
+                segment = load.segments.popleft()
+                if len(segment) > budget:
+                    segment, rest = segment.split(budget)
+                    load.segments.appendleft(rest)
+                part.append(segment)
+                budget -= len(segment)
+            started = time.perf_counter()
+            try:
+                self.runtime.segments.run(part)
+            except Exception:
+                del self._background[request_id]
+                self._fail(load.order, "recompute")
+                continue
+            load.report.recompute_ms += (time.perf_counter() - started) * 1e3
+            if not load.segments:
+                del self._background[request_id]
+                self._finished_loads.add(request_id)
+                self._finish_load(load)
+            if budget <= 0:
+                break
+
+    def _finish_load(self, load: _Load) -> None:
+        report = load.report
+        self._report.loads[load.order.request_id] = report
+        note = self.notes.get(load.order.key, {})
+        self._note(
+            load.order.key,
+            note
+            | {
+                "restored_tokens": report.restored_tokens,
+                "restored_bytes": report.restored_bytes,
+                "recomputed_tokens": report.recomputed_tokens,
+                "lost_tokens": report.lost_tokens,
+                "restore_ms": report.restore_ms,
+                "recompute_ms": report.recompute_ms,
+            },
+        )
+
+    def _fail(self, order: LoadOrder, stage: str) -> None:
+        """Gives the rows of a load back to vLLM: its blocks are invalid and the scheduler half evicts their hashes."""
+        logger.exception("agentcache could not %s the KV of request %s; vLLM computes it", stage, order.request_id)
+        self._report.failed.add(order.request_id)
+        assert self.runtime is not None
+        first = (
+            min([e.position for e in order.extents] + [run.start for run in order.recompute], default=0)
+            // self.runtime.block_size
+        )
+        self._invalid_blocks.update(order.block_ids[first:])
+        if order.background:
+            self._finished_loads.add(order.request_id)
+
+    # -- saves ---------------------------------------------------------------------------------------------------------
+
+    def finish_step(self, orders: StepOrders) -> None:
+        """Gathers rows of finished requests: all that fits in the step's share."""
+        self._saves.extend(_Save(order) for order in orders.saves)
+        budget = self.config.save_tokens_per_step if orders.scheduled_tokens else _IDLE_SAVE_TOKENS
+        while self._saves and budget > 0:
+            save = self._saves[0]
+            while save.done < len(save.order.objects) and budget > 0 and not save.failed:
+                budget -= self._gather(save)
+            if save.failed or save.done == len(save.order.objects):
+                self._saves.popleft()
+                self._finish_save(save)
+
+    def _gather(self, save: _Save) -> int:
+        """Stores the next object of a save; returns its rows."""
+        new = save.order.objects[save.done]
+        save.done += 1
+        if self.runtime is None:  # the first request may end before the model is attached
+            save.failed = True
+            return 0
+        try:
+            blocks = torch.tensor(save.order.block_ids, dtype=torch.int64)
+            self.store.put(new.object_id, self.runtime.gather(blocks, new.start, new.stop))
+        except Exception:
+            logger.exception("agentcache could not save the KV of request %s", save.order.request_id)
+            save.failed = True
+        return new.stop - new.start
+
+    def _finish_save(self, save: _Save) -> None:
+        self._finished_saves.add(save.order.request_id)
+        (self._report.unsaved if save.failed else self._report.saved).add(save.order.request_id)
+
+    def _clear(self) -> None:
+        self.store.clear()
+        while self._saves:
+            save = self._saves.popleft()
+            save.failed = True
+            self._finish_save(save)
+
+    # -- what vLLM asks for after a step -------------------------------------------------------------------------------
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Returns the requests whose saves and whose background loads ended since the last call."""
+        out = self._finished_saves, self._finished_loads
+        self._finished_saves, self._finished_loads = set(), set()
+        return out
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Returns the blocks of failed loads since the last call."""
+        out, self._invalid_blocks = self._invalid_blocks, set()
+        return out
+
+    def take_report(self) -> StepReport | None:
+        """Returns what happened since the last call, or None when there is nothing to tell."""
+        report, self._report = self._report, StepReport()
+        report.attached = self.runtime is not None
+        news = report.loads or report.saved or report.unsaved or report.lost or report.failed
+        if not news and self._announced == report.attached:
+            return None
+        self._announced = report.attached
+        return report
+
+    def _note(self, key: tuple[str, str], note: dict[str, object]) -> None:
+        self.notes[key] = self.notes.get(key, {}) | note
+        self.notes.move_to_end(key)
+        while len(self.notes) > _NOTES:
+            self.notes.popitem(last=False)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns counters of this rank."""
+        return {
+            "attached": self.runtime is not None,
+            "objects": len(self.store),
+            "payload_bytes": self.store.size_bytes,
+            "pending_saves": len(self._saves),
+            "background_loads": len(self._background),
+        }
