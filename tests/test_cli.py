@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from agentcache import cli
+from agentcache.errors import AgentCacheError
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `agentcache ARGS`; returns the exit status."""
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["agentcache", *args])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code is None or isinstance(end.value.code, int)
+        return end.value.code or 0
+
+    return run
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What the commands call, recorded in place of the modules that start an engine."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(*args: Any, **named: Any) -> bool:
+        calls.append((args, named))
+        return True
+
+    for module, function in (
+        ("agentcache.demo", "run_demo"),
+        ("agentcache.doctor", "run_doctor"),
+        ("agentcache.bench_resume", "run"),
+        ("agentcache.episodes.bench", "bench_diff"),
+    ):
+        stand_in = ModuleType(module)
+        setattr(stand_in, function, record)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    return calls
+
+
+COMMANDS = ["", "demo", "doctor", "fetch", "version", "bench", "bench resume", "bench diff"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_each_command(command: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command.split(), "--help") == 0
+    out = capsys.readouterr().out
+    assert f"Usage: agentcache {command}".strip() in out
+
+
+def test_version_names_agentcache_and_python(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("version") == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[0] == "agentcache-kv"
+    assert names[-1] == "python"
+
+
+def test_an_error_is_one_message_without_traceback(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fetch", "./no[red]where") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: there is no model './no[red]where'")
+    assert captured.err.count("\n") == 1
+
+
+def test_debug_lets_the_error_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["agentcache", "--debug", "fetch", "./nowhere"])
+    with pytest.raises(AgentCacheError, match="nowhere"):
+        cli.main()
+
+
+def test_fetch_prints_the_folder_alone(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").touch()
+    assert run("fetch", str(tmp_path)) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+
+
+def test_demo_passes_its_options(run: Run, calls: list[Any]) -> None:
+    assert run("demo", "--model", "some/model", "--json", "out.json") == 0
+    [(args, _)] = calls
+    assert args[:2] == ("some/model", Path("out.json"))
+
+
+def test_demo_takes_the_built_in_model_by_default(run: Run, calls: list[Any]) -> None:
+    assert run("demo") == 0
+    [(args, _)] = calls
+    assert args[:2] == ("smollm2", None)
+
+
+def test_doctor_passes_its_options(run: Run, calls: list[Any]) -> None:
+    assert run("doctor", "some/model", "--gpu") == 0
+    [(args, _)] = calls
+    assert args[:2] == ("some/model", True)
+
+
+def test_doctor_exits_with_1_when_something_does_not_work(
+    run: Run, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["agentcache.doctor"], "run_doctor", lambda *_: False)
+    assert run("doctor") == 1
+
+
+def test_bench_resume_passes_its_options(run: Run, calls: list[Any]) -> None:
+    options = "--model m --context 2048 --edit-at 0.5 --policies prefix_cache,edit_local --reps 9 --json out.json"
+    assert run("bench", "resume", *options.split()) == 0
+    [(_, named)] = calls
+    del named["console"]
+    assert named == {
+        "model": "m",
+        "context": 2048,
+        "edit_at": 0.5,
+        "policies": ["prefix_cache", "edit_local"],
+        "reps": 9,
+        "json_path": Path("out.json"),
+    }
+
+
+@pytest.mark.parametrize("options", ["--edit-at 1", "--edit-at 0", "--reps 0", "--context 12", "--policies ,"])
+def test_bench_resume_refuses_what_it_cannot_measure(options: str, run: Run, calls: list[Any]) -> None:
+    assert run("bench", "resume", *options.split()) == 2
+    assert calls == []
+
+
+def test_bench_diff_runs_the_differ_s_bench(run: Run, calls: list[Any]) -> None:
+    assert run("bench", "diff") == 0
+    assert len(calls) == 1
