@@ -48,7 +48,7 @@ class HotpotItem:
 def load_hotpot_sample() -> list[HotpotItem]:
     """Returns the 12 shipped questions, in the file's order."""
     text = files("agentcache").joinpath("data", "hotpot_sample.jsonl").read_text(encoding="utf-8")
-    return [_item(json.loads(line)) for line in text.splitlines()]
+    return [_item(json.loads(line)) for line in text.strip().split("\n")]
 
 
 def _item(row: dict[str, Any]) -> HotpotItem:
