@@ -51,12 +51,15 @@ def lineage_salts(
     if first_approximate is None:
         return ()
     salts = tuple((index, salt) for index, salt in parent if index * block_size < prefix)
+    first = first_approximate // block_size
     if restored_after_prefix:
         # Blocks wholly inside P are the parent's. From the first row that is both approximate and not the parent's, the
         # rows depend on this version's plan.
         index = max(first_approximate, prefix) // block_size
         salts = (*(s for s in salts if s[0] < index), (index, own))
-    assert salts and salts[0][0] <= first_approximate // block_size, "approximate rows would be published as exact"
+    if not salts or salts[0][0] > first:
+        # Lost rows of P were recomputed: what follows them is no longer what the parent's name stands for.
+        salts = ((first, own), *salts)
     return salts
 
 

@@ -9,34 +9,13 @@ scheduler half <--StepReport-- worker half (aggregated)      what was done, what
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from agentcache.store.extents import LoadExtent, NewObject
 from agentcache.types import Run
 
-__all__ = ["LoadExtent", "LoadOrder", "LoadReport", "NewObject", "SaveOrder", "StepOrders", "StepReport"]
-
-
-class LoadExtent(NamedTuple):
-    """Rows `[offset, offset + length)` of a stored object become rows `[position, position + length)` of the request.
-
-    `shift` is how far the keys turn: the new position minus the position that they were computed at.
-    """
-
-    object_id: int
-    offset: int
-    length: int
-    position: int
-    shift: int
-
-
-class NewObject(NamedTuple):
-    """Rows `[start, stop)` of the request become the stored object `object_id`."""
-
-    object_id: int
-    start: int
-    stop: int
+__all__ = ["LoadOrder", "LoadReport", "SaveOrder", "StepOrders", "StepReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +108,6 @@ class StepReport(KVConnectorWorkerMetadata):
         unsaved: Requests whose gather failed.
         lost: Objects that are absent or whose checksum does not match.
         failed: Requests whose load raised: their blocks are not to be trusted.
-        ranks: How many ranks this report covers.
     """
 
     attached: bool = False

@@ -69,8 +69,8 @@ def _checked_diff(token_ids: np.ndarray[Any, Any], parent: Version, params: Resu
 
 def plan_request(
     prompt: Sequence[int], parent: Version, params: ResumeParams
-) -> tuple[RecoveryPlan | None, str | None]:
-    """Returns the plan of a resume, or None and the reason.
+) -> tuple[RecoveryPlan | None, int, str | None]:
+    """Returns the plan of a resume and |P|, or None and the reason.
 
     Args:
         prompt: The new prompt's ids.
@@ -81,7 +81,7 @@ def plan_request(
     try:
         policy = get_policy(params.policy, params.options)
     except ConfigError as error:
-        return None, str(error)
+        return None, 0, str(error)
     diff = _checked_diff(token_ids, parent, params)
     try:
         made = plan(
@@ -93,7 +93,7 @@ def plan_request(
         )
     except Exception as error:  # a policy may be anybody's code; the request must live
         logger.exception("policy %s failed", params.policy)
-        return None, f"policy {params.policy!r} failed: {type(error).__name__}: {error}"
+        return None, diff.prefix, f"policy {params.policy!r} failed: {type(error).__name__}: {error}"
     if made.load_end == 0:
-        return None, "nothing of the parent can be reused"
-    return made, None
+        return None, diff.prefix, "nothing of the parent can be reused"
+    return made, diff.prefix, None

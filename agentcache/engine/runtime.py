@@ -10,12 +10,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from agentcache.engine.orders import LoadExtent
 from agentcache.engine.pages import Pages, probe_layout
 from agentcache.engine.rotary import KeyRotation, build_rotation
 from agentcache.engine.segments import SegmentForward
 from agentcache.engine.vllm_compat import attention_layers, rotary_modules
 from agentcache.errors import SelfCheckError
+from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 
 __all__ = ["Runtime"]

@@ -21,16 +21,27 @@ import numpy as np
 
 from agentcache.config import ConnectorConfig
 from agentcache.engine.commits import Salts, lineage_salts, salt_request, version_salt
-from agentcache.engine.orders import LoadExtent, LoadOrder, SaveOrder, StepOrders, StepReport
+from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from agentcache.engine.planning import plan_request, refusal
 from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
 from agentcache.recovery.base import RecoveryPlan
+from agentcache.store.extents import LoadExtent
 from agentcache.store.index import CheckpointIndex, Refusal, Version
 from agentcache.types import Run, clip_runs, complement, run_tokens
 
 __all__ = ["SchedulerHalf"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Load:
+    """The load of one request from vLLM's own hit on: what to copy and what to compute of rows `[start, load_end)`."""
+
+    start: int
+    extents: list[LoadExtent]
+    recompute: tuple[Run, ...]
+    background: bool = False
 
 
 @dataclass(slots=True)
@@ -48,6 +59,7 @@ class _Request:
     salts: Salts = ()
     first_approximate: int | None = None
     matched: int = 0
+    load: _Load | None = None
     loading: bool = False
     load_blocks: tuple[int, ...] = ()
     save: bool = False
@@ -75,7 +87,7 @@ class SchedulerHalf:
         self.attached = False
         self._requests: dict[str, _Request] = {}
         self._running: set[tuple[str, str]] = set()
-        self._saving: dict[str, tuple[str, str]] = {}
+        self._saving: dict[str, Version] = {}
         self._orders = StepOrders()
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
@@ -121,18 +133,18 @@ class SchedulerHalf:
             state.recovery.reason = f"parent {params.parent!r} is unknown or was evicted"
             return
         started = time.perf_counter()
-        plan, reason = plan_request(request.prompt_token_ids, parent, params)
+        plan, prefix, reason = plan_request(request.prompt_token_ids, parent, params)
         state.recovery.plan_ms = (time.perf_counter() - started) * 1e3
         state.recovery.reason = reason
         if plan is None:
             return
         state.plan, state.parent, state.first_approximate = plan, parent, plan.first_approximate
-        self.index.pin(parent.version_id)
-        self.index.touch(parent.version_id)
+        self.index.pin(parent)
+        self.index.touch(parent)
         reused = plan.reused_tokens > 0
         state.salts = lineage_salts(
             parent.salts,
-            prefix=plan.prefix_tokens,
+            prefix=prefix,
             restored_after_prefix=reused,
             first_approximate=plan.first_approximate,
             block_size=self.block_size,
@@ -156,24 +168,28 @@ class SchedulerHalf:
         if state.plan is None:
             return 0, False
         assert state.parent is not None
-        if not self._parent_usable(state, local):
+        if state.parent.state == "dropped":
+            state.recovery.reason = f"parent {state.parent.version_id!r} was dropped before it could be restored"
+            self._give_up(state, local)
             return 0, False
         if state.parent.state == "saving":
             return None, False
         external = state.plan.load_end - local
         if external <= 0:
             return 0, False
-        _, recompute = self._rows(state, local)
-        return external, run_tokens(recompute) > self.step_tokens
+        state.load = _Load(local, *self._rows(state, local))
+        state.load.background = self._in_background(request, state)
+        return external, state.load.background
 
-    def _parent_usable(self, state: _Request, local: int) -> bool:
-        """Whether the parent is still in the index; otherwise the plan is given up."""
-        assert state.parent is not None
-        if self.index.lookup(state.parent.namespace, state.parent.version_id) is state.parent:
-            return True
-        state.recovery.reason = f"parent {state.parent.version_id!r} was dropped before it could be restored"
-        self._give_up(state, local)
-        return False
+    def _in_background(self, request: Any, state: _Request) -> bool:
+        """Whether a load spreads over steps of its own instead of sharing one with the request's first chunk.
+
+        vLLM fills the step up to its budget with the tokens after `load_end`. What we compute comes on top, and must not
+        make the requests that decode beside it wait longer than chunked prefill would.
+        """
+        assert state.plan is not None and state.load is not None
+        ours = run_tokens(state.load.recompute)
+        return ours > 0 and ours + request.num_tokens - state.plan.load_end > self.step_tokens
 
     def _give_up(self, state: _Request, local: int) -> None:
         """Forgets a plan: vLLM computes the rows. They are exact unless vLLM's own hit reaches the lineage's blocks."""
@@ -191,7 +207,7 @@ class SchedulerHalf:
         """Returns what to copy and what to compute of rows `[start, load_end)`; rows whose objects are gone are computed."""
         plan = state.plan
         assert plan is not None and state.parent is not None
-        extents = [LoadExtent(*e) for e in self.index.load_plan(state.parent, plan.restore, start)]
+        extents = self.index.load_plan(state.parent, plan.restore, start)
         copied = [Run(e.position, e.position + e.length) for e in extents]
         return extents, complement(copied, plan.load_end, start)
 
@@ -203,24 +219,21 @@ class SchedulerHalf:
         recovery = state.recovery
         recovery.local_tokens = min(state.matched, request.num_prompt_tokens)
         if external > 0:
-            assert state.plan is not None and external == state.plan.load_end - state.matched
-            start, end = state.matched, state.plan.load_end
-            extents, recompute = self._rows(state, start)
-            background = run_tokens(recompute) > self.step_tokens
-            planned = run_tokens(clip_runs(state.plan.recompute, start, end))
-            recovery.lost_tokens = run_tokens(recompute) - planned
-            recovery.asynchronous = background
-            state.loading = background
-            state.load_blocks = tuple(block_ids[start // self.block_size : -(-end // self.block_size)])
+            load, plan = state.load, state.plan
+            assert load is not None and plan is not None and external == plan.load_end - load.start
+            planned = run_tokens(clip_runs(plan.recompute, load.start, plan.load_end))
+            recovery.lost_tokens = run_tokens(load.recompute) - planned
+            recovery.asynchronous = state.loading = load.background
+            state.load_blocks = tuple(block_ids[load.start // self.block_size : -(-plan.load_end // self.block_size)])
             self._orders.loads.append(
                 LoadOrder(
                     request_id=request.request_id,
                     key=state.key,
-                    token_ids=list(request.all_token_ids[:end]),
+                    token_ids=list(request.all_token_ids[: plan.load_end]),
                     block_ids=list(block_ids),
-                    extents=extents,
-                    recompute=list(recompute),
-                    background=background,
+                    extents=load.extents,
+                    recompute=list(load.recompute),
+                    background=load.background,
                 )
             )
         elif state.plan is None:
@@ -252,9 +265,8 @@ class SchedulerHalf:
             recovery.restore_ms, recovery.recompute_ms = load.restore_ms, load.recompute_ms
             if load.lost_tokens:
                 recovery.reason = f"{load.lost_tokens} stored rows were lost or corrupt and were recomputed"
-        for object_ids in (report.lost,):
-            if object_ids:
-                self.index.lose_objects(sorted(object_ids))
+        if report.lost:
+            self.index.lose_objects(report.lost)
         for request_id in report.saved | report.unsaved:
             self._end_save(request_id, ok=request_id in report.saved and request_id not in report.unsaved)
         evict: set[int] = set()
@@ -274,13 +286,11 @@ class SchedulerHalf:
         return blocks
 
     def _end_save(self, request_id: str, *, ok: bool) -> None:
-        key = self._saving.pop(request_id, None)
-        if key is None or self.index.lookup(*key) is None:
-            return  # dropped meanwhile
+        version = self._saving.pop(request_id)
         if ok:
-            self.index.commit(key[1])
+            self.index.commit(version)
         else:
-            self.index.abort_save(key[1])
+            self.index.abort_save(version)
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 
@@ -299,7 +309,7 @@ class SchedulerHalf:
             assert params is not None
             keep = self._begin_save(request, state, params, block_ids)
         if state.parent is not None:
-            self.index.unpin(state.parent.version_id)
+            self.index.unpin(state.parent)
         note = recovery.model_dump(mode="json")
         self._orders.notes[state.key] = {"saved": recovery.saved, "reason": recovery.reason}
         return keep, {KEY: note}
@@ -332,9 +342,9 @@ class SchedulerHalf:
             return False
         state.recovery.saved = "pending"
         if not saved.new:
-            self.index.commit(params.version)
+            self.index.commit(saved.version)
             return False
-        self._saving[request.request_id] = (params.namespace, params.version)
+        self._saving[request.request_id] = saved.version
         self._orders.saves.append(
             SaveOrder(
                 request_id=request.request_id,

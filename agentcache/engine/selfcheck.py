@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from agentcache.engine.orders import LoadExtent
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.segments import Segment
+from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 from agentcache.types import Run, complement
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from agentcache.config import ConnectorConfig
-from agentcache.engine.orders import LoadExtent, LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
+from agentcache.engine.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.segments import Segment
+from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 from agentcache.types import Run, merge_runs, run_tokens
 

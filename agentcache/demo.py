@@ -1,0 +1,216 @@
+"""`agentcache demo`: a research episode on real documents whose prompt is edited while it runs.
+
+Each turn is asked twice from the same state, in which vLLM still holds the previous version: once through agentcache, once
+as a plain request that vLLM's own prefix cache serves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentcache.cache import AgentCache, Episode
+from agentcache.environment import hardware, versions
+from agentcache.quality import kl_divergence, top1_agrees
+from agentcache.reply import RecoveryReport
+from agentcache.samples import HotpotItem, load_hotpot_sample
+
+__all__ = ["Turn", "run_demo", "script"]
+
+Message = dict[str, Any]
+_REPS = 3
+_REPLY_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model call of the episode.
+
+    Attributes:
+        name: What the agent just did.
+        edit: What changed against the previous call.
+        messages: The whole prompt.
+    """
+
+    name: str
+    edit: str
+    messages: list[Message]
+
+
+def _documents(item: HotpotItem, start: int, stop: int | None) -> str:
+    return "\n\n".join(
+        f"Document {i}: {p.title}\n{p.text}" for i, p in enumerate(item.paragraphs[start:stop], start + 1)
+    )
+
+
+def script(items: Sequence[HotpotItem]) -> list[Turn]:
+    """Returns the turns of a research episode over two real questions and their documents."""
+    first, second = items[0], items[1]
+    system = {
+        "role": "system",
+        "content": "You are a careful research assistant. Answer from the documents, in one sentence.",
+    }
+    question = {"role": "user", "content": f"{first.question}\nAlso: {second.question}", "id": "question"}
+
+    def call(name: str, query: str) -> Message:
+        return {"role": "assistant", "content": f'I will look it up: {name}("{query}")', "id": f"call-{name}"}
+
+    def tool(name: str, content: str) -> Message:
+        return {"role": "tool", "content": content, "tool_call_id": name, "id": f"result-{name}"}
+
+    stale = (
+        "Catalogue record 4711, status: provisional. Reviewed in 2019. 3 sources, 1 unconfirmed. Subject to correction."
+    )
+    corrected = (
+        "Catalogue record 4711, status: confirmed. Reviewed again in 2024 by two editors, who replaced the provisional entry of "
+        "2019. 5 sources, all of them confirmed. No further correction is expected."
+    )
+    opening = [system, question, call("catalogue", "record 4711")]
+    reading = [
+        call("search", first.question),
+        tool("search", _documents(first, 0, None)),
+        call("search_again", second.question),
+        tool("search_again", _documents(second, 0, None)),
+    ]
+    summary = {
+        "role": "user",
+        "content": "Summary of the conversation so far: "
+        + " ".join(p.text.split(". ")[0] + "." for p in first.paragraphs[:4]),
+        "id": "summary",
+        "tags": ["summarization"],
+    }
+    first_turn = [*opening, tool("catalogue", stale)]
+    second_turn = [*first_turn, *reading]
+    third_turn = [*opening, tool("catalogue", corrected), *reading]
+    fourth_turn = [system, question, summary, *reading[2:]]
+    return [
+        Turn("asks, calls a tool", "first version", first_turn),
+        Turn("reads what it retrieved", "append", second_turn),
+        Turn("the tool's record was corrected", "tool result replaced", third_turn),
+        Turn("old turns become a summary", "summarisation", fourth_turn),
+    ]
+
+
+class _Demo:
+    def __init__(self, cache: AgentCache, policy: str) -> None:
+        self.cache = cache
+        self.policy = policy
+        self.episode: Episode = cache.episode("demo")
+        self.previous: list[int] = []
+        self.parent: str | None = None
+
+    def _restore_state(self) -> None:
+        """Leaves the previous version, and nothing else, in vLLM's prefix cache."""
+        self.cache.reset_prefix_cache()
+        if self.previous:
+            self.cache.generate(self.previous, max_tokens=1)
+
+    def turn(self, turn: Turn) -> dict[str, Any]:
+        """Runs one turn both ways; returns its row."""
+        ids = list(self.cache.render(turn.messages).token_ids)
+        row: dict[str, Any] = {"turn": turn.name, "edit": turn.edit, "prompt_tokens": len(ids)}
+        recovery: RecoveryReport | None = None
+        if self.parent is not None:
+            ours: list[float] = []
+            theirs: list[float] = []
+            for rep in range(_REPS):
+                self._restore_state()
+                trial = self.episode.generate(
+                    turn.messages, max_tokens=1, policy=self.policy, parent=self.parent, save=False, salt=f"demo {rep}"
+                )
+                assert trial.recovery is not None
+                ours.append(trial.ttft_ms)
+                recovery = trial.recovery
+                self._restore_state()
+                theirs.append(self.cache.generate(ids, max_tokens=1).ttft_ms)
+            row |= {"ttft_ms": median(ours), "prefix_cache_ttft_ms": median(theirs)}
+            row["ratio"] = row["prefix_cache_ttft_ms"] / row["ttft_ms"]
+            row |= self._quality(turn, ids)
+        self._restore_state()
+        reply = self.episode.generate(turn.messages, max_tokens=_REPLY_TOKENS, policy=self.policy, parent=self.parent)
+        self.previous = ids + reply.token_ids
+        self.parent = reply.version
+        recovery = recovery or reply.recovery
+        assert recovery is not None
+        row |= {
+            "prefix": recovery.prefix_tokens,
+            "fresh": recovery.fresh_tokens,
+            "repair": recovery.repair_tokens,
+            "reused": recovery.reused_tokens,
+            "new": recovery.new_tokens,
+            "reason": recovery.reason,
+            "reply": reply.text.strip(),
+        }
+        return row
+
+    def _quality(self, turn: Turn, ids: list[int]) -> dict[str, Any]:
+        """Returns how far the first token's distribution is from that of an exact prefill."""
+        self._restore_state()
+        exact = self.cache.generate(ids, max_tokens=1, logprobs=-1).logprobs
+        self._restore_state()
+        ours = self.episode.generate(
+            turn.messages, max_tokens=1, policy=self.policy, parent=self.parent, save=False, salt="quality", logprobs=-1
+        ).logprobs
+        assert exact is not None and ours is not None
+        return {"kl": kl_divergence(exact[0], ours[0]), "top1_agrees": top1_agrees(exact[0], ours[0])}
+
+
+def run_demo(model: str, json_path: Path | None, console: Console, policy: str = "edit_local") -> dict[str, Any]:
+    """Runs the episode, prints its table, writes JSON when a path is given; returns what the JSON holds."""
+    turns = script(load_hotpot_sample())
+    console.print(f"[bold]agentcache demo[/]: {model} in an embedded vLLM, policy {policy}, {len(turns)} turns\n")
+    rows: list[dict[str, Any]] = []
+    with AgentCache(model, policy=policy) as cache:
+        demo = _Demo(cache, policy)
+        for turn in turns:
+            with console.status(f"turn {len(rows) + 1} of {len(turns)}: {turn.name}"):
+                rows.append(demo.turn(turn))
+        result = {
+            "model": model,
+            "policy": policy,
+            "reps": _REPS,
+            "rows": rows,
+            "engine": cache.stats().get("engine", {}),
+            "versions": versions(),
+            "hardware": hardware(),
+        }
+    _print(rows, policy, console)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        console.print(f"wrote {json_path}")
+    return result
+
+
+def _print(rows: list[dict[str, Any]], policy: str, console: Console) -> None:
+    table = Table(title="first token after each edit")
+    columns = ("turn", "edit", "P", "X", "R", "F", "N", policy, "prefix cache", "faster", "KL", "top-1")
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="left" if at < 2 else "right", overflow="fold")
+    for row in rows:
+        counts = [str(row[k]) for k in ("prefix", "fresh", "repair", "reused", "new")]
+        if "ttft_ms" not in row:
+            table.add_row(row["turn"], row["edit"], *counts, "–", "–", "–", "–", "–")
+            continue
+        table.add_row(
+            row["turn"],
+            row["edit"],
+            *counts,
+            f"{row['ttft_ms']:.0f} ms",
+            f"{row['prefix_cache_ttft_ms']:.0f} ms",
+            f"[bold]{row['ratio']:.1f}×[/]",
+            f"{row['kl']:.4f}",
+            "same" if row["top1_agrees"] else "differs",
+        )
+    console.print(table)
+    console.print(
+        "P: prefix kept · X: new tokens before the last reused one · R: repaired · F: reused · N: computed by vLLM as usual\n"
+        f"median of {_REPS}, both arms from the same state: vLLM's prefix cache holds the previous version. "
+        "KL: next-token distribution against an exact prefill, in nats."
+    )
