@@ -18,7 +18,7 @@ venv: ## .venv with the package, the engine and the developer tools
 	@$(PYTHON) .ci/setup.py --engine $(ENGINE)
 
 model: venv ## the default model in the cache folder
-	@$(BIN)/agentcache fetch
+	@$(BIN)/agentcache fetch >/dev/null
 
 demo: model ## a real episode whose prompt is edited, resumed and compared
 	@$(BIN)/agentcache demo $(ARGS)
@@ -34,9 +34,10 @@ check: venv ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: model ## resume latency of three policies, and the differ
+bench: model ## the differ, a resume under three policies, and under load
 	$(BIN)/agentcache bench diff
-	$(BIN)/agentcache bench resume $(ARGS)
+	$(BIN)/agentcache bench resume
+	$(BIN)/agentcache bench load
 
 clean: ## remove .venv and everything built (the model cache stays)
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

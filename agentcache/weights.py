@@ -20,6 +20,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Final
 
@@ -41,6 +42,7 @@ __all__ = ["BUILTIN_MODELS", "BuiltinModel", "cache_dir", "resolve_model"]
 
 MANIFEST: Final = "agentcache.json"
 _CHUNK_BYTES: Final = 1 << 20
+_DEQUANTISER: Final = ("torch", "transformers", "gguf", "accelerate")
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -89,7 +91,7 @@ def resolve_model(name_or_path: str | Path) -> Path | str:
 
     Raises:
         ConfigError: The folder is missing or holds no model, or the name can be no hub id.
-        AgentCacheError: The weights cannot be downloaded, are not the expected ones, or cannot be dequantised.
+        AgentCacheError: The weights cannot be downloaded, are not the expected ones, or cannot be dequantised here.
     """
     text = os.fspath(name_or_path)
     if text in BUILTIN_MODELS:
@@ -141,6 +143,11 @@ def _is_whole(target: Path, model: BuiltinModel) -> bool:
 
 def _build(name: str, model: BuiltinModel, target: Path, console: Console) -> None:
     """Makes `target` anew; a verified download that an earlier, killed run left in the `.part` folder is taken over."""
+    if missing := [library for library in _DEQUANTISER if find_spec(library) is None]:
+        raise AgentCacheError(
+            f"to make the model {name}, {' and '.join(missing)} must be installed: "
+            "pip install 'agentcache-kv[cpu]' (or [gpu])"
+        )
     console.print(f"Making the model [bold]{name}[/] in {target} (once)")
     part = target.with_name(f".{name}.part")
     gguf, work = part / "model.gguf", part / "work"
@@ -205,7 +212,7 @@ def _dequantise(gguf: Path, folder: Path, console: Console) -> None:
             env={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
             tick=lambda: progress.update(task),
             failed=f"cannot dequantise {gguf.name}",
-            way_out="It needs torch, transformers, gguf and accelerate: pip install 'agentcache-kv[cpu]' (or [gpu]).",
+            way_out="The file is the expected one. `agentcache doctor` tells what is wrong with this installation.",
         )
         progress.update(task, total=1, completed=1)
 

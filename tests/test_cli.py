@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
         ("agentcache.demo", "run_demo"),
         ("agentcache.doctor", "run_doctor"),
         ("agentcache.bench_resume", "run"),
-        ("agentcache.episodes.bench", "bench_diff"),
+        ("agentcache.bench_load", "run"),
     ):
         stand_in = ModuleType(module)
         setattr(stand_in, function, record)
@@ -51,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
     return calls
 
 
-COMMANDS = ["", "demo", "doctor", "fetch", "version", "bench", "bench resume", "bench diff"]
+COMMANDS = ["", "demo", "doctor", "fetch", "version", "bench", "bench resume", "bench load", "bench diff"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -63,9 +64,7 @@ def test_help_explains_each_command(command: str, run: Run, capsys: pytest.Captu
 
 def test_version_names_agentcache_and_python(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("version") == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[0] == "agentcache-kv"
-    assert names[-1] == "python"
+    assert {"agentcache-kv", "python"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
 
 
 def test_an_error_is_one_message_without_traceback(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +88,10 @@ def test_fetch_prints_the_folder_alone(run: Run, tmp_path: Path, capsys: pytest.
 
 
 def test_demo_passes_its_options(run: Run, calls: list[Any]) -> None:
-    assert run("demo", "--model", "some/model", "--json", "out.json") == 0
-    [(args, _)] = calls
+    assert run("demo", "--model", "some/model", "--policy", "direct_reuse", "--json", "out.json") == 0
+    [(args, named)] = calls
     assert args[:2] == ("some/model", Path("out.json"))
+    assert named == {"policy": "direct_reuse"}
 
 
 def test_demo_takes_the_built_in_model_by_default(run: Run, calls: list[Any]) -> None:
@@ -134,6 +134,30 @@ def test_bench_resume_refuses_what_it_cannot_measure(options: str, run: Run, cal
     assert calls == []
 
 
-def test_bench_diff_runs_the_differ_s_bench(run: Run, calls: list[Any]) -> None:
-    assert run("bench", "diff") == 0
-    assert len(calls) == 1
+def test_bench_load_passes_its_options(run: Run, calls: list[Any]) -> None:
+    options = "--model m --context 2048 --turn 1000 --streams 2 --reps 5 --json out.json"
+    assert run("bench", "load", *options.split()) == 0
+    [(_, named)] = calls
+    del named["console"]
+    assert named == {
+        "model": "m",
+        "context": 2048,
+        "turn": 1000,
+        "streams": 2,
+        "reps": 5,
+        "json_path": Path("out.json"),
+    }
+
+
+def test_bench_diff_prints_and_writes_each_case(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "diff.json"
+    assert run("bench", "diff", "--tokens", "16384", "--reps", "1", "--json", str(file)) == 0
+    cases = [row["case"] for row in json.loads(file.read_text())["rows"]]
+    out = capsys.readouterr().out
+    assert len(cases) >= 2
+    assert all(case in out for case in cases)
+
+
+def test_a_json_file_in_no_folder_is_refused_before_the_work(run: Run, calls: list[Any], tmp_path: Path) -> None:
+    assert run("demo", "--json", str(tmp_path / "missing" / "out.json")) == 2
+    assert calls == []

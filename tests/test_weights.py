@@ -234,6 +234,15 @@ def test_of_two_that_ask_at_once_one_builds(builder: Builder) -> None:
     assert builder.built == 1
 
 
+def test_what_dequantising_needs_is_checked_before_the_download(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_DEQUANTISER", ("json", "no_such_library"))
+    with pytest.raises(AgentCacheError, match=r"no_such_library must be installed: pip install 'agentcache-kv\[cpu\]'"):
+        resolve_model("tiny")
+    assert not (builder.home / "models" / ".tiny.part").exists()
+
+
 def test_a_cache_folder_that_cannot_be_made_is_named(builder: Builder) -> None:
     builder.home.write_text("a file")
     with pytest.raises(AgentCacheError, match="AGENTCACHE_HOME"):
