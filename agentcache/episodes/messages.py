@@ -1,0 +1,137 @@
+"""Chat messages as templates want them: flat text, arguments as values, a stable order, and a hash of what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from agentcache.errors import RenderError
+
+__all__ = ["ChatMessage", "Tool", "canonical", "content_hash", "normalise_messages", "sort_tools"]
+
+Tool = Mapping[str, Any] | Callable[..., Any]
+_OURS = ("id", "tags")  # keys that templates never see
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message, normalised.
+
+    Attributes:
+        role: As given.
+        content: Flat text, or None when it has none.
+        values: What the template gets.
+        content_hash: Hex digest of everything in `values`.
+        message_id: The tool call's id of a tool result, else the framework's id.
+        tags: Labels of the integration.
+    """
+
+    role: str
+    content: str | None
+    values: dict[str, Any]
+    content_hash: str
+    message_id: str | None
+    tags: tuple[str, ...]
+
+
+def normalise_messages(
+    messages: Sequence[Mapping[str, Any]], written: Mapping[str, dict[str, Any]] | None = None
+) -> list[ChatMessage]:
+    """Returns messages with flat content and tool calls whose arguments are values in sorted order.
+
+    Args:
+        messages: Dicts with `role`, `content` (text, a list of text blocks, or None) and whatever else the template
+            knows: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`. `id` and `tags` are ours.
+        written: Arguments in the order in which the model wrote them, by `canonical` form; they keep that order.
+
+    Raises:
+        RenderError: A message has no role, or content that is not text.
+    """
+    if not messages:
+        raise RenderError("there are no messages to render; pass at least one")
+    return [_normalise(index, message, written or {}) for index, message in enumerate(messages)]
+
+
+def sort_tools(tools: Iterable[Tool]) -> list[Tool]:
+    """Returns tools by name: frameworks list them in another order each run, which would change the whole prompt."""
+    return sorted(tools, key=_tool_name)
+
+
+def canonical(value: Any) -> str:
+    """Returns the JSON form in which equal values are equal text."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def content_hash(values: Mapping[str, Any]) -> str:
+    """Returns the hex digest of a message's template values."""
+    return blake2b(canonical(values).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _normalise(index: int, message: Mapping[str, Any], written: Mapping[str, dict[str, Any]]) -> ChatMessage:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RenderError(
+            f"message {index} has role {role!r}; every message needs one: system, user, assistant or tool"
+        )
+    values = {key: value for key, value in message.items() if key not in _OURS and value is not None}
+    values["content"] = content = _flatten(index, message.get("content"))
+    if "tool_calls" in values:
+        values["tool_calls"] = [_tool_call(index, call, written) for call in values["tool_calls"]]
+        if not values["tool_calls"]:
+            del values["tool_calls"]
+    own_id = message.get("tool_call_id") if role == "tool" else None
+    message_id = own_id or message.get("id")
+    return ChatMessage(
+        role=role,
+        content=content,
+        values=values,
+        content_hash=content_hash(values),
+        message_id=None if message_id is None else str(message_id),
+        tags=tuple(str(tag) for tag in message.get("tags") or ()),
+    )
+
+
+def _flatten(index: int, content: Any) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [block if isinstance(block, str) else _block_text(block) for block in content]
+        if all(text is not None for text in texts):
+            return "\n".join(text for text in texts if text is not None)
+    raise RenderError(f"message {index} has content that is not text: {content!r:.200}; pass a string or text blocks")
+
+
+def _block_text(block: Any) -> str | None:
+    if isinstance(block, Mapping) and block.get("type", "text") == "text" and isinstance(block.get("text"), str):
+        return str(block["text"])
+    return None
+
+
+def _tool_call(index: int, call: Any, written: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RenderError(f"message {index} has a tool call without a function name: {call!r:.200}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # A model may write broken JSON: such arguments stay the text that they are.
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    elif arguments is None:
+        arguments = {}
+    if isinstance(arguments, Mapping):
+        form = canonical(arguments)
+        arguments = written.get(form) or json.loads(form)
+    rest = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
+    return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def _tool_name(tool: Tool) -> str:
+    if not isinstance(tool, Mapping):
+        return str(getattr(tool, "__name__", tool))
+    return str(tool.get("function", tool).get("name", ""))
