@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,7 +134,22 @@ class AgentCacheConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the step's orders."""
         assert self.scheduler is not None
-        return self.scheduler.orders(scheduler_output.total_num_scheduled_tokens)
+        written = self._written_blocks(scheduler_output) if self.scheduler.has_loads else frozenset()
+        return self.scheduler.orders(scheduler_output.total_num_scheduled_tokens, written)
+
+    def _written_blocks(self, output: SchedulerOutput) -> Set[int]:
+        """Returns the blocks that vLLM's own forward writes in this step."""
+        manager = self._kv_cache_manager
+        assert manager is not None and self.scheduler is not None
+        size = self.scheduler.block_size
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        written: set[int] = set()
+        for request_id, start in computed.items():
+            stop = start + output.num_scheduled_tokens[request_id]
+            written.update(manager.get_block_ids(request_id)[0][start // size : -(-stop // size)])
+        return written
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in the workers' reports."""

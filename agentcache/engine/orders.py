@@ -27,6 +27,7 @@ class LoadOrder:
         key: `(namespace, version)` under which the report is kept.
         token_ids: Ids of rows `[0, load_end)`.
         block_ids: The request's block table.
+        start: First row that is ours; rows before it are vLLM's own hit.
         extents: Rows to copy.
         recompute: Rows to compute, ascending and disjoint.
         background: Whether the recomputation may spread over several steps (the request waits for it).
@@ -36,6 +37,7 @@ class LoadOrder:
     key: tuple[str, str]
     token_ids: list[int]
     block_ids: list[int]
+    start: int
     extents: list[LoadExtent]
     recompute: list[Run]
     background: bool

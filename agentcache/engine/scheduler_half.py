@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,8 @@ class _Request:
     matched: int = 0
     load: _Load | None = None
     loading: bool = False
-    load_blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    owns_key: bool = False
     save: bool = False
 
     @property
@@ -88,6 +90,7 @@ class SchedulerHalf:
         self._requests: dict[str, _Request] = {}
         self._running: set[tuple[str, str]] = set()
         self._saving: dict[str, Version] = {}
+        self._allocated: list[Any] = []
         self._orders = StepOrders()
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
@@ -116,6 +119,7 @@ class SchedulerHalf:
         if recovery.reason is not None:
             return
         self._running.add(key)
+        state.owns_key = True
         state.save = params.save
         if params.parent is not None:
             self._plan(request, state, params)
@@ -219,34 +223,60 @@ class SchedulerHalf:
         recovery = state.recovery
         recovery.local_tokens = min(state.matched, request.num_prompt_tokens)
         if external > 0:
-            load, plan = state.load, state.plan
-            assert load is not None and plan is not None and external == plan.load_end - load.start
-            planned = run_tokens(clip_runs(plan.recompute, load.start, plan.load_end))
-            recovery.lost_tokens = run_tokens(load.recompute) - planned
-            recovery.asynchronous = state.loading = load.background
-            state.load_blocks = tuple(block_ids[load.start // self.block_size : -(-plan.load_end // self.block_size)])
-            self._orders.loads.append(
-                LoadOrder(
-                    request_id=request.request_id,
-                    key=state.key,
-                    token_ids=list(request.all_token_ids[: plan.load_end]),
-                    block_ids=list(block_ids),
-                    extents=load.extents,
-                    recompute=list(load.recompute),
-                    background=load.background,
-                )
-            )
+            assert state.load is not None and state.plan is not None
+            assert external == state.plan.load_end - state.load.start
+            recovery.asynchronous = state.loading = state.load.background
+            state.blocks = tuple(block_ids)
+            self._allocated.append(request)
         elif state.plan is None:
             recovery.prefix_tokens = recovery.local_tokens
             recovery.new_tokens = request.num_prompt_tokens - recovery.local_tokens
         self._orders.notes[state.key] = recovery.model_dump(mode="json")
 
-    def orders(self, scheduled_tokens: int) -> StepOrders:
-        """Returns the step's orders and starts a new list."""
+    @property
+    def has_loads(self) -> bool:
+        """Whether a load was allocated in the step that is being scheduled."""
+        return bool(self._allocated)
+
+    def orders(self, scheduled_tokens: int, written: Set[int] = frozenset()) -> StepOrders:
+        """Returns the step's orders and starts a new list.
+
+        Args:
+            scheduled_tokens: What vLLM computes in this step.
+            written: Blocks that vLLM's own forward writes in this step; needed when there are loads.
+        """
+        for request in self._allocated:
+            self._order_load(request, self._requests[request.request_id], written)
+        self._allocated = []
         orders, self._orders = self._orders, StepOrders()
         orders.scheduled_tokens = scheduled_tokens
         orders.drop.extend(self.index.take_dropped())
         return orders
+
+    def _order_load(self, request: Any, state: _Request, written: Set[int]) -> None:
+        load, plan = state.load, state.plan
+        assert load is not None and plan is not None
+        # vLLM publishes a block when it is scheduled, so its hit may reach blocks that another request's prefill fills only
+        # in this step, after our segment forward has read them. We fill those rows too, with the same values.
+        first = next(
+            (i for i, block in enumerate(state.blocks[: load.start // self.block_size]) if block in written), None
+        )
+        if first is not None:
+            load = _Load(first * self.block_size, *self._rows(state, first * self.block_size), load.background)
+        planned = run_tokens(clip_runs(plan.recompute, load.start, plan.load_end))
+        state.recovery.lost_tokens = run_tokens(load.recompute) - planned
+        self._orders.loads.append(
+            LoadOrder(
+                request_id=request.request_id,
+                key=state.key,
+                token_ids=list(request.all_token_ids[: plan.load_end]),
+                block_ids=list(state.blocks),
+                start=load.start,
+                extents=load.extents,
+                recompute=list(load.recompute),
+                background=load.background,
+            )
+        )
 
     # -- a step is done ------------------------------------------------------------------------------------------------
 
@@ -279,7 +309,8 @@ class SchedulerHalf:
         if state is None:
             return set()
         state.loading = False
-        blocks = set(state.load_blocks)
+        first = state.load.start // self.block_size if state.load is not None else 0
+        blocks = set(state.blocks[first:])
         if state.plan is not None:
             state.recovery.reason = "the restore failed in the worker; vLLM computed the rows (see its log)"
             self._give_up(state, state.matched)
@@ -300,7 +331,7 @@ class SchedulerHalf:
         if state is None:
             return False, None
         params, recovery = state.params, state.recovery
-        if params is not None:
+        if state.owns_key:
             self._running.discard(state.key)
         if state.loading:
             self._orders.cancel.append(request.request_id)

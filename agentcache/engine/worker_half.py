@@ -92,8 +92,6 @@ class WorkerHalf:
         now: list[_Load] = []
         for order in orders.loads:
             load = self._restore(order)
-            if load is None:
-                continue
             if order.background:
                 self._background[order.request_id] = load
             else:
@@ -102,19 +100,18 @@ class WorkerHalf:
         if self._background:
             self._advance_background(self._slice_tokens(orders.scheduled_tokens + computed))
 
-    def _restore(self, order: LoadOrder) -> _Load | None:
-        """Copies an order's rows into its pages; rows that are lost join its recomputation. None when it failed."""
+    def _restore(self, order: LoadOrder) -> _Load:
+        """Copies an order's rows into its pages; rows that are lost join its recomputation."""
+        assert self.runtime is not None
         started = time.perf_counter()
+        blocks = torch.tensor(order.block_ids, dtype=torch.int64)
+        extents, lost = self._fetch(order.extents)
         try:
-            assert self.runtime is not None
-            extents, lost = self._fetch(order.extents)
-            blocks = torch.tensor(order.block_ids, dtype=torch.int64)
             self.runtime.restore(self.store, extents, blocks)
-            recompute = merge_runs([*order.recompute, *(Run(e.position, e.position + e.length) for e in lost)])
-            segments = deque(Segment(order.token_ids, blocks, a, b) for a, b in recompute)
         except Exception:
-            self._fail(order, "restore")
-            return None
+            logger.exception("agentcache could not restore rows of request %s; they are recomputed", order.request_id)
+            extents, lost = [], order.extents
+        recompute = merge_runs([*order.recompute, *(Run(e.position, e.position + e.length) for e in lost)])
         restored = sum(e.length for e in extents)
         report = LoadReport(
             restored_tokens=restored,
@@ -123,7 +120,7 @@ class WorkerHalf:
             recomputed_tokens=run_tokens(recompute),
             restore_ms=(time.perf_counter() - started) * 1e3,
         )
-        return _Load(order, segments, report)
+        return _Load(order, deque(Segment(order.token_ids, blocks, a, b) for a, b in recompute), report)
 
     def _fetch(self, extents: list[LoadExtent]) -> tuple[list[LoadExtent], list[LoadExtent]]:
         """Returns the extents whose objects are there and intact, and the others, which are reported as lost."""
@@ -150,7 +147,7 @@ class WorkerHalf:
             tokens = self.runtime.segments.run(segment for load in loads for segment in load.segments)
         except Exception:
             for load in loads:
-                self._fail(load.order, "recompute")
+                self._fail(load.order)
             return tokens
         elapsed = (time.perf_counter() - started) * 1e3
         for load in loads:
@@ -181,7 +178,7 @@ class WorkerHalf:
                 self.runtime.segments.run(part)
             except Exception:
                 del self._background[request_id]
-                self._fail(load.order, "recompute")
+                self._fail(load.order)
                 continue
             load.report.recompute_ms += (time.perf_counter() - started) * 1e3
             if not load.segments:
@@ -208,16 +205,12 @@ class WorkerHalf:
             },
         )
 
-    def _fail(self, order: LoadOrder, stage: str) -> None:
+    def _fail(self, order: LoadOrder) -> None:
         """Gives the rows of a load back to vLLM: its blocks are invalid and the scheduler half evicts their hashes."""
-        logger.exception("agentcache could not %s the KV of request %s; vLLM computes it", stage, order.request_id)
+        logger.exception("agentcache could not recompute rows of request %s; vLLM computes them", order.request_id)
         self._report.failed.add(order.request_id)
         assert self.runtime is not None
-        first = (
-            min([e.position for e in order.extents] + [run.start for run in order.recompute], default=0)
-            // self.runtime.block_size
-        )
-        self._invalid_blocks.update(order.block_ids[first:])
+        self._invalid_blocks.update(order.block_ids[order.start // self.runtime.block_size :])
         if order.background:
             self._finished_loads.add(order.request_id)
 
