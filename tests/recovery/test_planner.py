@@ -97,12 +97,13 @@ def cases(draw: st.DrawFn, alphabet: int | None = None) -> Case:
     aligned: list[AlignedRun] = []
     at = 0
     for _ in range(draw(st.integers(0, 6))):
-        if draw(st.booleans()):
-            new += [
-                10_000 + len(new) + i if alphabet is None else draw(st.integers(0, alphabet))
-                for i in range(draw(st.integers(1, 5)))
-            ]
-        start = at if draw(st.integers(0, 3)) else draw(st.integers(0, old_len))
+        inserted = draw(st.integers(0, 5))
+        if alphabet is None:
+            new += range(10_000 + len(new), 10_000 + len(new) + inserted)
+        else:
+            new += [draw(st.integers(0, alphabet)) for _ in range(inserted)]
+        deleted = draw(st.one_of(st.just(inserted), st.integers(0, 4)))
+        start = draw(st.sampled_from([min(at + deleted, old_len)] * 3 + [draw(st.integers(0, old_len))]))
         length = draw(st.integers(0, min(15, old_len - start)))
         if length:
             piece = AlignedRun(start, len(new), length)
@@ -110,7 +111,7 @@ def cases(draw: st.DrawFn, alphabet: int | None = None) -> Case:
                 piece = replace_last(aligned, length)
             aligned.append(piece)
             new += old[start : start + length]
-        at = min(start + length + draw(st.integers(0, 4)), old_len)
+        at = start + length
     diff = PromptDiff(old_len, len(new), tuple(aligned))
     spans = st.tuples(st.integers(0, old_len), st.integers(0, 6)).map(lambda s: Run(s[0], min(s[0] + s[1], old_len)))
     return Case(
@@ -251,6 +252,11 @@ def test_lost_rows_are_recomputed_where_they_stand_in_the_new_prompt() -> None:
 def test_the_plan_ends_at_the_last_restored_row_so_that_the_rest_is_the_engines() -> None:
     made = plan(Chosen(runs=((900, 1010),)), EDITED, parent_exact_end=1000, limit=1009)
     assert (made.load_end, made.recompute) == (900, (Run(300, 320),))
+
+
+def test_a_suffix_that_did_not_move_is_reused_and_is_no_prefix() -> None:
+    made = plan(DirectReuse(), context((0, 0, 300), (310, 310, 690)), parent_exact_end=1000, limit=1009)
+    assert (made.prefix_tokens, made.reused_tokens, made.first_approximate) == (300, 690, 310)
 
 
 def test_selecting_the_whole_suffix_leaves_the_exact_prefix() -> None:

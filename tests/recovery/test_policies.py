@@ -74,6 +74,9 @@ REPLACED = ((0, 0, 50), (60, 70, 130))  # tokens [50, 70) are new
         pytest.param((Boundary(MESSAGE, 0, 150), Boundary(DOCUMENT, 40, 90)), 90, id="the innermost of nested units"),
         pytest.param((Boundary(DOCUMENT, 40, 90), Boundary(MESSAGE, 0, 150)), 90, id="in any order"),
         pytest.param((Boundary(MESSAGE, 0, 150), Boundary(DOCUMENT, 60, 90)), 150, id="the one that holds all of it"),
+        pytest.param(
+            (Boundary(MESSAGE, 0, 150), Boundary(DOCUMENT, 50, 90)), 90, id="a unit that begins with the edit"
+        ),
         pytest.param((Boundary(TOOL, 20, 55), Boundary(TOOL, 55, 120)), 120, id="else the one at its end"),
         pytest.param((Boundary(MESSAGE, 50, 70), Boundary(MESSAGE, 70, 99)), 70, id="ends with the edit"),
         pytest.param((Boundary(MESSAGE, 0, 20), Boundary(MESSAGE, 90, 150)), 70, id="no unit there"),

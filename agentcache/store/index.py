@@ -1,0 +1,357 @@
+"""The checkpoint index: the scheduler's half of the block store ("git for KV").
+
+It is the authority over the byte budget, eviction and reference counts. The workers keep payloads by object id and
+follow orders: gather the `NewObject`s of a save, read the `LoadExtent`s of a load, forget what `take_dropped` names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from agentcache.store.extents import (
+    OBJECT_TOKENS,
+    Extent,
+    LoadExtent,
+    NewObject,
+    cut_objects,
+    merge_extents,
+    overlap,
+    relocate,
+)
+from agentcache.store.version import BlockObject, IndexStats, Refusal, SavePlan, Version
+from agentcache.types import AlignedRun, complement, run_tokens
+
+__all__ = ["CheckpointIndex", "Refusal", "SavePlan", "Version"]
+
+
+class CheckpointIndex:
+    """Versions as extents of reference-counted objects, inside a byte budget.
+
+    ```
+               begin_save        commit                 drop, evict
+    (nothing) ------------> saving ------> committed ----------------> dropped, freed
+                              | abort_save, drop                         ^ the last unpin
+                              +-----------------> dropped, still pinned -+
+    ```
+
+    Pinned bytes are those of pinned versions and their objects; all others can be evicted. Hence a save fits, after
+    evictions, exactly when `pinned + needed <= budget`: the answer is known before anything changes.
+
+    Args:
+        bytes_per_token: Payload bytes of one row over all layers and ranks.
+        budget_bytes: Most bytes of payloads and of versions' token ids.
+    """
+
+    def __init__(self, bytes_per_token: int, budget_bytes: int) -> None:
+        assert bytes_per_token > 0, f"a row has bytes, got {bytes_per_token}"
+        self.bytes_per_token = bytes_per_token
+        self.budget_bytes = budget_bytes
+        self._versions: dict[tuple[str, str], Version] = {}
+        self._groups: OrderedDict[tuple[str, str], dict[Version, None]] = OrderedDict()  # least recently used first
+        self._doomed: set[Version] = set()  # dropped, but still pinned
+        self._objects: dict[int, BlockObject] = {}
+        self._ids = count(1)
+        self._dropped: list[int] = []
+        self._payload_bytes = self._token_bytes = self._pinned_bytes = 0
+        self._evictions = self._refusals = 0
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def begin_save(
+        self,
+        version_id: str,
+        namespace: str,
+        group: str,
+        parent: str | None,
+        token_ids: ArrayLike,
+        computed: int,
+        plan_restore: Sequence[AlignedRun],
+        exact_end: int,
+        salts: tuple[tuple[int, bytes], ...] = (),
+    ) -> SavePlan | Refusal:
+        """Registers a version that points at its parent's rows where they were restored; returns what else to gather.
+
+        Every row of `[0, computed)` that no restored row of the parent covers becomes part of a new object, also a row
+        that was to be restored but whose object was lost. Evicts what the budget asks for: unpinned versions, those of
+        the least recently used group first, oldest first within a group; never the parent.
+
+        Args:
+            version_id: New in its namespace.
+            namespace: Tenant.
+            group: Eviction group, e.g. the episode.
+            parent: Id of the version that rows were restored from.
+            token_ids: `[T]` ids of the version.
+            computed: Leading rows that have KV.
+            plan_restore: Parent rows that were restored and not recomputed, ascending in the new version.
+            exact_end: Leading rows that are those of a full prefill.
+            salts: `(block index, salt)` of the block hashes.
+
+        Returns:
+            The plan, or a refusal with nothing changed.
+        """
+        ids = np.array(token_ids, dtype=np.int32)
+        ids.flags.writeable = False
+        assert 0 <= computed <= len(ids), f"{computed} rows are computed of {len(ids)} tokens"
+        if (namespace, version_id) in self._versions:
+            return self._refuse(f"version {version_id!r} exists already; a version is created once")
+        source = self.lookup(namespace, parent) if parent is not None else None
+        if plan_restore and (source is None or source.state != "committed"):
+            return self._refuse(f"parent {parent!r}, whose rows it shares, was dropped or is not saved yet")
+
+        inherited: tuple[Extent, ...] = ()
+        if source is not None and plan_restore:
+            inherited = self._inherit(source, ids, computed, plan_restore)
+        gathered = [*cut_objects(complement(((e.position, e.stop) for e in inherited), computed), exact_end)]
+        needed = run_tokens(gathered) * self.bytes_per_token + ids.nbytes
+        if source is not None:
+            self.pin(source)
+        if self._pinned_bytes + needed > self.budget_bytes:
+            reason = (
+                f"{needed} bytes do not fit into the store: open loads and saves use {self._pinned_bytes} "
+                f"of {self.budget_bytes}"
+            )
+            if source is not None:
+                self.unpin(source)
+            return self._refuse(reason)
+
+        if (namespace, group) in self._groups:
+            self._groups.move_to_end((namespace, group))
+        evicted = self._make_room(needed)
+        new = tuple(NewObject(next(self._ids), start, stop) for start, stop in gathered)
+        for object_id, start, stop in new:
+            self._objects[object_id] = BlockObject(object_id, stop - start, start, exact=stop <= exact_end)
+        extents = merge_extents([*inherited, *(Extent(o, 0, stop - start, start) for o, start, stop in new)])
+        version = Version(
+            version_id, namespace, group, parent, ids, min(exact_end, computed), tuple(salts), extents, "saving"
+        )
+        self._versions[version.key] = version
+        self._groups.setdefault((namespace, group), {})[version] = None
+        for block in self._objects_of(version):
+            block.users.add(version)
+        self._payload_bytes += run_tokens(gathered) * self.bytes_per_token
+        self._token_bytes += ids.nbytes
+        self.pin(version)
+        if source is not None:
+            self.unpin(source)
+        return SavePlan(version, new, evicted)
+
+    def commit(self, version: Version) -> bool:
+        """Makes a saved version loadable; returns False, and frees it, when it was dropped meanwhile."""
+        assert version.state != "committed", f"{version.key} is committed already"
+        stored = version.state == "saving"
+        if stored:
+            version.state = "committed"
+        self.unpin(version)
+        return stored
+
+    def abort_save(self, version: Version) -> None:
+        """Drops a version whose payloads could not be stored."""
+        assert version.state != "committed", f"{version.key} is committed already"
+        self.drop_version(version)
+        self.unpin(version)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, namespace: str, version_id: str) -> Version | None:
+        """Returns the version, saving or committed, of this namespace; None when it is unknown, evicted or dropped."""
+        return self._versions.get((namespace, version_id))
+
+    def load_plan(self, version: Version, restore: Iterable[AlignedRun], start_row: int = 0) -> list[LoadExtent]:
+        """Returns what to copy for the restored rows at new positions `>= start_row`, in the order of `restore`.
+
+        Rows whose objects were lost since `restore` was planned are left out: the caller recomputes what no extent
+        covers.
+        """
+        out: list[LoadExtent] = []
+        for run in restore:
+            shift = run.shift
+            for object_id, offset, length, old, _ in overlap(
+                version.extents, max(run.old_start, start_row - shift), run.old_stop
+            ):
+                source = self._objects[object_id].source_position + offset
+                out.append(LoadExtent(object_id, offset, length, old + shift, old + shift - source))
+        return out
+
+    def pin(self, version: Version) -> None:
+        """Keeps a version and its payloads until `unpin`; pins count."""
+        assert version.state != "dropped", f"{version.key} was dropped"
+        version.pins += 1
+        if version.pins == 1:
+            self._pinned_bytes += version.token_ids.nbytes
+            for block in self._objects_of(version):
+                block.pinned += 1
+                if block.pinned == 1:
+                    self._pinned_bytes += block.tokens * self.bytes_per_token
+
+    def unpin(self, version: Version) -> None:
+        """Takes back one pin; a dropped version is freed with its last one."""
+        assert version.pins > 0, f"{version.key} is not pinned"
+        version.pins -= 1
+        if version.pins == 0:
+            self._pinned_bytes -= version.token_ids.nbytes
+            for block in self._objects_of(version):
+                block.pinned -= 1
+                if block.pinned == 0:
+                    self._pinned_bytes -= block.tokens * self.bytes_per_token
+            if version.state == "dropped":
+                self._doomed.remove(version)
+                self._free(version)
+
+    def touch(self, version: Version) -> None:
+        """Marks a version's group as the most recently used."""
+        assert version.state != "dropped", f"{version.key} was dropped"
+        self._groups.move_to_end((version.namespace, version.group))
+
+    # -- dropping ------------------------------------------------------------------------------------------------------
+
+    def drop_version(self, version: Version) -> None:
+        """Makes a version unfindable and frees what only it uses, at once or with its last pin."""
+        if version.state == "dropped":
+            return
+        version.state = "dropped"
+        del self._versions[version.key]
+        group = self._groups[version.namespace, version.group]
+        del group[version]
+        if not group:
+            del self._groups[version.namespace, version.group]
+        if version.pins:
+            self._doomed.add(version)
+        else:
+            self._free(version)
+
+    def drop_group(self, namespace: str, group: str) -> None:
+        """Drops all versions of a group."""
+        for version in [*self._groups.get((namespace, group), ())]:
+            self.drop_version(version)
+
+    def clear(self) -> None:
+        """Drops all versions."""
+        for version in [*self._versions.values()]:
+            self.drop_version(version)
+
+    def lose_objects(self, object_ids: Iterable[int]) -> list[Version]:
+        """Forgets objects whose payloads are lost or corrupt; their rows are missing from now on.
+
+        Returns:
+            The versions that can still be found and now miss rows, by key.
+        """
+        lost = {object_id for object_id in object_ids if object_id in self._objects}
+        affected: dict[Version, None] = {}
+        for object_id in sorted(lost):
+            block = self._objects[object_id]
+            affected.update(dict.fromkeys(block.users))
+            if block.pinned:
+                self._pinned_bytes -= block.tokens * self.bytes_per_token
+            self._forget(block)
+        for version in affected:
+            version.extents = tuple(extent for extent in version.extents if extent.object_id not in lost)
+        return sorted((version for version in affected if version.state != "dropped"), key=lambda version: version.key)
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Returns the objects that became free since the last call: the workers' orders to forget them."""
+        dropped, self._dropped = tuple(self._dropped), []
+        return dropped
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> IndexStats:
+        """Returns the counters."""
+        return {
+            "versions": len(self._versions),
+            "groups": len(self._groups),
+            "objects": len(self._objects),
+            "bytes": self._payload_bytes,
+            "token_bytes": self._token_bytes,
+            "pinned_bytes": self._pinned_bytes,
+            "budget_bytes": self.budget_bytes,
+            "evictions": self._evictions,
+            "refusals": self._refusals,
+        }
+
+    def check_integrity(self) -> None:
+        """Recomputes references, byte counts and tilings from the extents and compares; raises AssertionError."""
+        versions = [*self._versions.values(), *self._doomed]
+        users: dict[int, set[Version]] = {}
+        for version in versions:
+            at = 0
+            for extent in version.extents:
+                rows = self._objects[extent.object_id].tokens
+                assert at <= extent.position < extent.stop <= len(version.token_ids), (version.key, extent)
+                assert 0 <= extent.offset < extent.offset + extent.length <= rows, (version.key, extent)
+                at = extent.stop
+                users.setdefault(extent.object_id, set()).add(version)
+            assert 0 <= version.exact_end <= len(version.token_ids), version.key
+            assert version.extents == merge_extents(version.extents), version.key
+            assert version.pins >= (version.state == "saving"), version.key
+        assert users == {block.object_id: block.users for block in self._objects.values()}, "wrong users"
+        for object_id, block in self._objects.items():
+            assert block.object_id == object_id
+            assert 0 < block.tokens <= OBJECT_TOKENS, object_id
+            assert block.pinned == sum(version.pins > 0 for version in block.users), object_id
+        assert not set(self._dropped) & set(self._objects), "a dropped object is in use"
+
+        def row_bytes(blocks: Iterable[BlockObject]) -> int:
+            return sum(block.tokens for block in blocks) * self.bytes_per_token
+
+        pinned = sum(version.token_ids.nbytes for version in versions if version.pins)
+        assert self._token_bytes == sum(version.token_ids.nbytes for version in versions)
+        assert self._payload_bytes == row_bytes(self._objects.values())
+        assert self._pinned_bytes == pinned + row_bytes(block for block in self._objects.values() if block.pinned)
+        assert self._payload_bytes + self._token_bytes <= self.budget_bytes, "over budget"
+        grouped = [version for group in self._groups.values() for version in group]
+        assert all(self._groups.values()), "an empty group"
+        assert len(grouped) == len(self._versions), "wrong groups"
+        assert all(self._versions[version.key] is version for version in grouped), "wrong groups"
+        assert all(version.state != "dropped" for version in grouped), "a dropped version can be found"
+        assert all(version.state == "dropped" and version.pins for version in self._doomed), "a leaked version"
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _inherit(
+        self, source: Version, ids: np.ndarray, computed: int, restore: Sequence[AlignedRun]
+    ) -> tuple[Extent, ...]:
+        """Returns the parent's extents that a new version shares, below `computed`."""
+        old = source.token_ids
+        assert all(
+            old[r.old_start : r.old_stop].tobytes() == ids[r.new_start : r.new_stop].tobytes() for r in restore
+        ), f"restored rows of {source.key} have other tokens"
+        runs = [r._replace(length=min(r.length, computed - r.new_start)) for r in restore if r.new_start < computed]
+        both = min(len(ids), len(old))
+        differs = old[:both] != ids[:both]
+        edit = int(differs.argmax()) if differs.any() else both
+        return merge_extents(relocate(source.extents, runs, edit))
+
+    def _objects_of(self, version: Version) -> list[BlockObject]:
+        return [self._objects[object_id] for object_id in {extent.object_id for extent in version.extents}]
+
+    def _make_room(self, needed: int) -> tuple[int, ...]:
+        """Evicts until `needed` bytes fit, which the caller has made sure is possible; returns the freed objects."""
+        before = len(self._dropped)
+        while self._payload_bytes + self._token_bytes + needed > self.budget_bytes:
+            # Passes over pinned versions only, and those are as few as open requests.
+            victim = next(version for group in self._groups.values() for version in group if not version.pins)
+            self.drop_version(victim)
+            self._evictions += 1
+        return tuple(self._dropped[before:])
+
+    def _free(self, version: Version) -> None:
+        """Takes back a dropped version's references."""
+        self._token_bytes -= version.token_ids.nbytes
+        for block in self._objects_of(version):
+            block.users.remove(version)
+            if not block.users:
+                self._forget(block)
+
+    def _forget(self, block: BlockObject) -> None:
+        del self._objects[block.object_id]
+        self._dropped.append(block.object_id)
+        self._payload_bytes -= block.tokens * self.bytes_per_token
+
+    def _refuse(self, reason: str) -> Refusal:
+        self._refusals += 1
+        return Refusal(reason)

@@ -1,0 +1,121 @@
+"""What the checkpoint index holds: versions and the block objects that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from agentcache.store.extents import Extent, NewObject
+from agentcache.types import Run, complement
+
+__all__ = ["BlockObject", "IndexStats", "Refusal", "SavePlan", "Version", "VersionState"]
+
+VersionState = Literal["saving", "committed", "dropped"]
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """The KV of one rendered prompt and its reply, as extents of shared objects. Only the index changes it.
+
+    Attributes:
+        version_id: Unique in its namespace.
+        namespace: Tenant.
+        group: Versions of one group (an episode) are evicted together.
+        parent: Id of the version that it was recovered from; it need not exist any more.
+        token_ids: `[T]` int32, read-only.
+        exact_end: Leading rows whose KV is that of a full prefill.
+        salts: `(block index, salt)` of its lineage's block hashes.
+        extents: Stored rows, ascending and disjoint.
+        state: `saving` until its payloads are stored; `dropped` when nobody can find it any more.
+        pins: Open loads, and one while it is saved. A pinned version is not evicted; its objects outlive even a drop.
+    """
+
+    version_id: str
+    namespace: str
+    group: str
+    parent: str | None
+    token_ids: np.ndarray[Any, np.dtype[np.int32]]
+    exact_end: int
+    salts: tuple[tuple[int, bytes], ...]
+    extents: tuple[Extent, ...]
+    state: VersionState = "saving"
+    pins: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """`(namespace, version_id)`."""
+        return self.namespace, self.version_id
+
+    def missing(self) -> tuple[Run, ...]:
+        """Returns the runs of token positions without stored KV, ascending."""
+        return complement(((extent.position, extent.stop) for extent in self.extents), len(self.token_ids))
+
+
+@dataclass(slots=True, eq=False)
+class BlockObject:
+    """An immutable payload of rows that were computed together; any number of versions point into it.
+
+    Attributes:
+        object_id: Never used twice.
+        tokens: Rows.
+        source_position: Row j was computed at position `source_position + j`; keys rotate once, from there.
+        exact: Whether the rows were those of a full prefill of the version that computed them.
+        tag: Precision of the payload; `exact` is the KV cache's own dtype.
+        users: Versions that point at it.
+        pinned: How many of them are pinned.
+    """
+
+    object_id: int
+    tokens: int
+    source_position: int
+    exact: bool
+    tag: str = "exact"
+    users: set[Version] = field(default_factory=set)
+    pinned: int = 0
+
+    @property
+    def refs(self) -> int:
+        """How many versions point at it."""
+        return len(self.users)
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """A save that was accepted.
+
+    Attributes:
+        version: The new version, in state `saving`, pinned until `commit` or `abort_save`.
+        new: Rows whose payloads the worker must gather; empty when everything is shared.
+        evicted: Objects that were freed to make room; `take_dropped` reports them too.
+    """
+
+    version: Version
+    new: tuple[NewObject, ...]
+    evicted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A save that was refused, with nothing changed."""
+
+    reason: str
+
+
+class IndexStats(TypedDict):
+    """Counters of an index; sizes in bytes.
+
+    `bytes` is what payloads take in the workers and `token_bytes` what the versions' token ids take here; the budget
+    bounds their sum. `pinned_bytes` is the part of the sum that cannot be evicted now.
+    """
+
+    versions: int
+    groups: int
+    objects: int
+    bytes: int
+    token_bytes: int
+    pinned_bytes: int
+    budget_bytes: int
+    evictions: int
+    refusals: int

@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from agentcache.store import CheckpointIndex, Extent, LoadExtent, NewObject, Refusal, SavePlan, Version
+from agentcache.types import AlignedRun, Run
+
+ROW = 100
+TOKEN = 4
+
+
+def index(tokens: int = 100_000) -> CheckpointIndex:
+    """Returns an index whose budget holds about so many tokens."""
+    return CheckpointIndex(ROW, tokens * (ROW + TOKEN))
+
+
+def save(
+    at: CheckpointIndex,
+    name: str,
+    tokens: Sequence[int],
+    *,
+    parent: Version | None = None,
+    restore: Sequence[AlignedRun] = (),
+    computed: int | None = None,
+    exact_end: int | None = None,
+    group: str = "episode",
+    namespace: str = "default",
+    commit: bool = True,
+) -> SavePlan:
+    """Saves a version that must be accepted."""
+    computed = len(tokens) if computed is None else computed
+    made = at.begin_save(
+        name,
+        namespace,
+        group,
+        parent.version_id if parent else None,
+        tokens,
+        computed,
+        restore,
+        computed if exact_end is None else exact_end,
+    )
+    assert isinstance(made, SavePlan), made
+    if commit:
+        assert at.commit(made.version)
+    at.check_integrity()
+    return made
+
+
+def refused(at: CheckpointIndex, name: str, tokens: Sequence[int], **given: object) -> str:
+    """Tries to save a version that must be refused, checks that nothing changed, and returns the reason."""
+    at.take_dropped()
+    before = state(at)
+    defaults = {
+        "namespace": "default",
+        "group": "episode",
+        "parent": None,
+        "plan_restore": (),
+        "exact_end": len(tokens),
+    }
+    made = at.begin_save(name, token_ids=tokens, computed=len(tokens), **(defaults | given))  # type: ignore[arg-type]
+    assert isinstance(made, Refusal), made
+    assert state(at) == before
+    assert at.take_dropped() == ()
+    at.check_integrity()
+    return made.reason
+
+
+def state(at: CheckpointIndex) -> object:
+    """Returns everything that a refusal must not change: versions, order of eviction, counters."""
+    order = [[(v.key, v.extents, v.state, v.pins) for v in group] for group in at._groups.values()]
+    return order, {k: v for k, v in at.stats().items() if k != "refusals"}
+
+
+OLD = list(range(1000))
+EDITED = [*range(300), *range(5000, 5020), *range(310, 1000)]
+RESTORED = (AlignedRun(0, 0, 300), AlignedRun(342, 352, 658))  # [300, 352) was recomputed
+
+
+def test_a_first_version_becomes_objects_of_at_most_256_rows() -> None:
+    made = save(index(), "v1", OLD)
+    assert [(new.start, new.stop) for new in made.new] == [(0, 256), (256, 512), (512, 768), (768, 1000)]
+    assert made.version.missing() == ()
+
+
+def test_a_second_version_stores_only_what_was_computed() -> None:
+    at = index()
+    first = save(at, "v1", OLD)
+    stored = at.stats()["bytes"]
+    second = save(at, "v2", EDITED, parent=first.version, restore=RESTORED, exact_end=352)
+    assert [(new.start, new.stop) for new in second.new] == [(300, 352)]
+    assert at.stats()["bytes"] - stored == 52 * ROW
+    assert second.version.missing() == ()
+
+
+def test_an_object_is_cut_where_exactness_ends() -> None:
+    at = index()
+    made = save(at, "v1", OLD[:200], exact_end=90)
+    assert [(new.start, new.stop) for new in made.new] == [(0, 90), (90, 200)]
+    assert [at._objects[new.object_id].exact for new in made.new] == [True, False]
+
+
+def test_rows_behind_the_edit_grow_a_generation_older_and_those_before_it_do_not() -> None:
+    at = index()
+    first = save(at, "v1", OLD).version
+    second = save(at, "v2", EDITED, parent=first, restore=RESTORED).version
+    third = save(at, "v3", [*EDITED, 7], parent=second, restore=[AlignedRun(0, 0, len(EDITED))]).version
+    fourth_ids = [9, *EDITED]
+    fourth = save(at, "v4", fourth_ids, parent=third, restore=[AlignedRun(0, 1, len(EDITED))]).version
+
+    def generations(version: Version, row: int) -> int:
+        return next(e.generation for e in version.extents if e.position <= row < e.stop)
+
+    assert [generations(v, 100) for v in (first, second, third)] == [0, 0, 0]
+    assert [generations(v, 500) for v in (first, second, third)] == [0, 1, 1]
+    assert (generations(fourth, 101), generations(fourth, 501), generations(fourth, 0)) == (1, 2, 0)
+
+
+def test_rows_behind_an_edit_of_equal_length_age_though_they_did_not_move() -> None:
+    at = index()
+    first = save(at, "v1", OLD[:100]).version
+    replaced = [*OLD[:50], 7, 7, *OLD[52:100]]
+    restore = [AlignedRun(0, 0, 50), AlignedRun(52, 52, 48)]
+    child = save(at, "v2", replaced, parent=first, restore=restore).version
+    assert child.extents == (Extent(1, 0, 50, 0, 0), Extent(2, 0, 2, 50, 0), Extent(1, 52, 48, 52, 1))
+
+
+def test_a_load_names_the_source_rows_and_turns_keys_once_from_where_they_were_computed() -> None:
+    at = index()
+    first = save(at, "v1", OLD).version
+    second = save(at, "v2", EDITED, parent=first, restore=RESTORED).version
+    shifted = [AlignedRun(952, 950, 58)]
+    assert at.load_plan(second, shifted) == [LoadExtent(4, 174, 58, 950, 8)]  # computed at 942 in v1, +10 in v2, -2 now
+
+
+def test_a_load_starts_where_vllm_has_no_rows_of_its_own() -> None:
+    at = index()
+    first = save(at, "v1", OLD).version
+    restore = (AlignedRun(0, 0, 300), AlignedRun(310, 320, 20))
+    assert at.load_plan(first, restore, 280) == [LoadExtent(2, 24, 20, 280, 0), LoadExtent(2, 54, 20, 320, 10)]
+    assert at.load_plan(first, restore, 330) == [LoadExtent(2, 64, 10, 330, 10)]
+    assert at.load_plan(first, restore, 340) == []
+
+
+def test_rows_without_kv_are_missing() -> None:
+    made = save(index(), "v1", OLD, computed=999)
+    assert made.version.missing() == (Run(999, 1000),)
+
+
+def test_lost_objects_leave_missing_rows_in_every_version_that_used_them() -> None:
+    at = index()
+    first = save(at, "v1", OLD).version
+    second = save(at, "v2", EDITED, parent=first, restore=RESTORED).version
+    other = save(at, "w", OLD[:10], group="other").version
+    assert at.lose_objects([2, 404]) == [first, second]
+    at.check_integrity()
+    assert first.missing() == (Run(256, 512),)
+    assert second.missing() == (Run(256, 300), Run(352, 522))
+    assert other.missing() == ()
+    assert at.take_dropped() == (2,)
+    assert at.load_plan(first, [AlignedRun(0, 0, 1000)]) == [
+        LoadExtent(1, 0, 256, 0, 0),
+        LoadExtent(3, 0, 256, 512, 0),
+        LoadExtent(4, 0, 232, 768, 0),
+    ]
+
+
+def test_a_row_that_was_lost_before_the_save_is_stored_anew() -> None:
+    at = index()
+    first = save(at, "v1", OLD).version
+    at.lose_objects([2])
+    second = save(at, "v2", EDITED, parent=first, restore=RESTORED)
+    assert [(new.start, new.stop) for new in second.new] == [(256, 512), (512, 522)]
+    assert second.version.missing() == ()
+
+
+def test_other_namespaces_see_nothing_and_may_use_the_same_ids() -> None:
+    at = index()
+    mine = save(at, "v1", OLD).version
+    assert at.lookup("other", "v1") is None
+    theirs = save(at, "v1", OLD, namespace="other").version
+    assert (at.lookup("default", "v1"), at.lookup("other", "v1")) == (mine, theirs)
+    at.drop_group("other", "episode")
+    assert at.lookup("default", "v1") is mine
+
+
+def test_a_child_in_another_namespace_than_its_parent_is_refused() -> None:
+    at = index()
+    save(at, "v1", OLD)
+    reason = refused(at, "v2", OLD, namespace="other", parent="v1", plan_restore=[AlignedRun(0, 0, 1000)])
+    assert "parent 'v1'" in reason
+
+
+def test_a_version_is_created_once() -> None:
+    at = index()
+    save(at, "v1", OLD, commit=False)
+    assert "version 'v1' exists already" in refused(at, "v1", OLD)
+
+
+@pytest.mark.parametrize("how", ["dropped", "saving", "unknown"])
+def test_rows_cannot_be_shared_with_a_parent_that_is_not_there(how: str) -> None:
+    at = index()
+    if how != "unknown":
+        first = save(at, "v1", OLD, commit=False).version
+        if how == "dropped":
+            at.abort_save(first)
+    reason = refused(at, "v2", OLD, parent="v1", plan_restore=[AlignedRun(0, 0, 1000)])
+    assert "was dropped or is not saved yet" in reason
+
+
+def test_a_parent_that_is_gone_is_no_obstacle_when_nothing_is_shared() -> None:
+    made = index().begin_save("v2", "default", "episode", "gone", OLD, 1000, (), 1000)
+    assert isinstance(made, SavePlan)
+    assert made.version.parent == "gone"
+
+
+def test_the_least_recently_used_group_goes_first_and_its_oldest_version() -> None:
+    at = index(350)
+    for name, group in (("a1", "a"), ("b1", "b"), ("a2", "a")):
+        save(at, name, OLD[:100], group=group)
+    at.touch(at.lookup("default", "b1"))
+    made = save(at, "c1", OLD[:100], group="c")
+    assert [at.lookup("default", name) is None for name in ("a1", "a2", "b1")] == [True, False, False]
+    assert made.evicted == (1,)
+    assert at.take_dropped() == (1,)
+    assert at.stats()["evictions"] == 1
+
+
+def test_a_group_may_evict_its_own_last_version() -> None:
+    at = index(150)
+    save(at, "v1", OLD[:100])
+    made = save(at, "v2", OLD[:100])
+    assert (made.evicted, at.lookup("default", "v1")) == ((1,), None)
+
+
+def test_an_object_is_freed_with_the_last_version_that_uses_it() -> None:
+    at = index()
+    first = save(at, "v1", OLD).version
+    second = save(at, "v2", EDITED, parent=first, restore=RESTORED).version
+    at.drop_version(first)
+    at.check_integrity()
+    assert at.take_dropped() == ()  # each of its objects still has rows in the second version
+    at.drop_version(second)
+    assert sorted(at.take_dropped()) == [1, 2, 3, 4, 5]
+    assert at.stats()["bytes"] == at.stats()["token_bytes"] == 0
+
+
+def test_pinned_saving_and_parent_versions_are_not_evicted() -> None:
+    at = index(350)
+    pinned = save(at, "pinned", OLD[:100], group="a").version
+    at.pin(pinned)
+    save(at, "saving", OLD[:100], group="b", commit=False)
+    parent = save(at, "parent", OLD[:100], group="c").version
+    reason = refused(
+        at, "child", OLD[:160], group="d", parent="parent", plan_restore=[AlignedRun(0, 0, 100)], exact_end=160
+    )
+    assert "open loads and saves use" in reason
+    at.unpin(pinned)
+    save(at, "child", OLD[:160], group="d", parent=parent, restore=[AlignedRun(0, 0, 100)])
+    assert [at.lookup("default", name) is None for name in ("pinned", "saving", "parent")] == [True, False, False]
+
+
+def test_what_can_never_fit_is_refused_before_anything_is_evicted() -> None:
+    at = index(150)
+    save(at, "v1", OLD[:100])
+    refused(at, "v2", OLD[:151], group="other")
+    assert at.stats()["refusals"] == 1
+
+
+def test_an_empty_budget_refuses_everything() -> None:
+    assert "0" in refused(CheckpointIndex(ROW, 0), "v1", [1])
+
+
+def test_token_ids_count_so_that_versions_without_new_rows_cannot_pile_up() -> None:
+    at = CheckpointIndex(ROW, 100 * ROW + 10 * 100 * TOKEN)
+    parent = save(at, "v0", OLD[:100]).version
+    for turn in range(1, 30):
+        parent = save(at, f"v{turn}", OLD[:100], parent=parent, restore=[AlignedRun(0, 0, 100)]).version
+    assert at.stats()["versions"] == 10
+    assert at.stats()["bytes"] == 100 * ROW
+
+
+def test_a_dropped_version_lives_until_its_last_pin_but_cannot_be_found() -> None:
+    at = index()
+    version = save(at, "v1", OLD[:100]).version
+    at.pin(version)
+    at.drop_version(version)
+    at.check_integrity()
+    assert (at.lookup("default", "v1"), at.take_dropped(), version.state) == (None, (), "dropped")
+    assert len(at.load_plan(version, [AlignedRun(0, 0, 100)])) == 1
+    save(at, "v1", OLD[:50])
+    at.unpin(version)
+    at.check_integrity()
+    assert at.take_dropped() == (1,)
+
+
+def test_clearing_during_a_save_frees_its_objects_when_the_save_ends() -> None:
+    at = index()
+    saving = save(at, "v1", OLD[:100], commit=False).version
+    save(at, "v2", OLD[:100])
+    at.clear()
+    at.check_integrity()
+    assert at.take_dropped() == (2,)
+    assert at.commit(saving) is False
+    at.check_integrity()
+    assert at.take_dropped() == (1,)
+    assert at.stats()["objects"] == 0
+
+
+def test_an_aborted_save_leaves_nothing() -> None:
+    at = index()
+    saving = save(at, "v1", OLD[:100], commit=False).version
+    at.abort_save(saving)
+    at.check_integrity()
+    assert at.lookup("default", "v1") is None
+    assert at.take_dropped() == (1,)
+
+
+def test_dropping_a_group_drops_its_versions_only() -> None:
+    at = index()
+    save(at, "a1", OLD[:10], group="a")
+    save(at, "a2", OLD[:10], group="a")
+    kept = save(at, "b1", OLD[:10], group="b").version
+    at.drop_group("default", "a")
+    at.drop_group("default", "nobody")
+    at.check_integrity()
+    assert at.take_dropped() == (1, 2)
+    assert at.lookup("default", "b1") is kept
+
+
+def test_the_index_keeps_its_own_copy_of_the_tokens() -> None:
+    ids = np.arange(10, dtype=np.int32)
+    version = save(index(), "v1", ids).version
+    ids[0] = 99
+    assert version.token_ids[0] == 0
+    with pytest.raises(ValueError, match="read-only"):
+        version.token_ids[0] = 1
+
+
+def test_sharing_rows_of_other_tokens_is_a_broken_invariant() -> None:
+    at = index()
+    first = save(at, "v1", OLD).version
+    with pytest.raises(AssertionError, match="have other tokens"):
+        save(at, "v2", EDITED, parent=first, restore=[AlignedRun(0, 0, 310)])
+
+
+def test_misused_pins_are_broken_invariants() -> None:
+    at = index()
+    version = save(at, "v1", OLD[:10]).version
+    with pytest.raises(AssertionError, match="is not pinned"):
+        at.unpin(version)
+    with pytest.raises(AssertionError, match="is committed already"):
+        at.commit(version)
+    at.drop_version(version)
+    with pytest.raises(AssertionError, match="was dropped"):
+        at.pin(version)
+
+
+def test_integrity_is_really_checked() -> None:
+    at = index()
+    version = save(at, "v1", OLD[:10]).version
+    version.extents = (Extent(1, 0, 9, 0), Extent(1, 0, 1, 9))
+    at.check_integrity()  # odd, but every row is there
+    for spoiled in (
+        (Extent(1, 0, 11, 0),),
+        (Extent(1, 0, 5, 0), Extent(1, 5, 5, 4)),
+        (),
+        (Extent(1, 0, 5, 0), Extent(1, 5, 5, 5)),
+    ):
+        version.extents = spoiled
+        with pytest.raises(AssertionError):
+            at.check_integrity()
+
+
+def test_new_objects_are_never_named_twice() -> None:
+    at = index()
+    names: list[NewObject] = []
+    for _ in range(5):
+        made = save(at, "v", OLD[:300])
+        names += made.new
+        at.drop_version(made.version)
+    assert len({new.object_id for new in names}) == len(names) == 10
