@@ -146,6 +146,7 @@ class WorkerHalf:
             assert self.runtime is not None
             tokens = self.runtime.segments.run(segment for load in loads for segment in load.segments)
         except Exception:
+            logger.exception("agentcache could not recompute %d resumes of one step; vLLM computes them", len(loads))
             for load in loads:
                 self._fail(load.order)
             return tokens
@@ -177,6 +178,7 @@ class WorkerHalf:
             try:
                 self.runtime.segments.run(part)
             except Exception:
+                logger.exception("agentcache could not recompute request %s; vLLM computes it", request_id)
                 del self._background[request_id]
                 self._fail(load.order)
                 continue
@@ -207,7 +209,6 @@ class WorkerHalf:
 
     def _fail(self, order: LoadOrder) -> None:
         """Gives the rows of a load back to vLLM: its blocks are invalid and the scheduler half evicts their hashes."""
-        logger.exception("agentcache could not recompute rows of request %s; vLLM computes them", order.request_id)
         self._report.failed.add(order.request_id)
         assert self.runtime is not None
         self._invalid_blocks.update(order.block_ids[order.start // self.runtime.block_size :])

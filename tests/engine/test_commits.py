@@ -1,9 +1,6 @@
 """Salted hashes on vLLM's own Request and block hasher."""
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams

@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from agentcache.engine.pages import Pages, probe_layout
 from agentcache.errors import SelfCheckError
