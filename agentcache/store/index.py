@@ -67,7 +67,7 @@ class CheckpointIndex:
         version_id: str,
         namespace: str,
         group: str,
-        parent: str | None,
+        parent: Version | None,
         token_ids: ArrayLike,
         computed: int,
         plan_restore: Sequence[AlignedRun],
@@ -78,13 +78,13 @@ class CheckpointIndex:
 
         Every row of `[0, computed)` that no restored row of the parent covers becomes part of a new object, also a row
         that was to be restored but whose object was lost. Evicts what the budget asks for: unpinned versions, those of
-        the least recently used group first, oldest first within a group; never the parent.
+        the least recently used group first, oldest first within a group; never a parent whose rows it shares.
 
         Args:
             version_id: New in its namespace.
             namespace: Tenant.
             group: Eviction group, e.g. the episode.
-            parent: Id of the version that rows were restored from.
+            parent: The version that rows were restored from, of the same namespace.
             token_ids: `[T]` ids of the version.
             computed: Leading rows that have KV.
             plan_restore: Parent rows that were restored and not recomputed, ascending in the new version.
@@ -99,13 +99,15 @@ class CheckpointIndex:
         assert 0 <= computed <= len(ids), f"{computed} rows are computed of {len(ids)} tokens"
         if (namespace, version_id) in self._versions:
             return self._refuse(f"version {version_id!r} exists already; a version is created once")
-        source = self.lookup(namespace, parent) if parent is not None else None
-        if plan_restore and (source is None or source.state != "committed"):
-            return self._refuse(f"parent {parent!r}, whose rows it shares, was dropped or is not saved yet")
+        assert parent is None or parent.namespace == namespace, (
+            f"{parent.key} is of another namespace than {namespace!r}"
+        )
+        source = parent if plan_restore else None
+        assert source is not None or not plan_restore, "rows can only be shared with a parent"
+        if source is not None and source.state != "committed":
+            return self._refuse(f"parent {source.version_id!r}, whose rows it shares, was dropped or is not saved yet")
 
-        inherited: tuple[Extent, ...] = ()
-        if source is not None and plan_restore:
-            inherited = self._inherit(source, ids, computed, plan_restore)
+        inherited = self._inherit(source, ids, computed, plan_restore) if source is not None else ()
         gathered = [*cut_objects(complement(((e.position, e.stop) for e in inherited), computed), exact_end)]
         needed = run_tokens(gathered) * self.bytes_per_token + ids.nbytes
         if source is not None:
@@ -127,7 +129,14 @@ class CheckpointIndex:
             self._objects[object_id] = BlockObject(object_id, stop - start, start, exact=stop <= exact_end)
         extents = merge_extents([*inherited, *(Extent(o, 0, stop - start, start) for o, start, stop in new)])
         version = Version(
-            version_id, namespace, group, parent, ids, min(exact_end, computed), tuple(salts), extents, "saving"
+            version_id=version_id,
+            namespace=namespace,
+            group=group,
+            parent=parent.version_id if parent is not None else None,
+            token_ids=ids,
+            exact_end=min(exact_end, computed),
+            salts=tuple(salts),
+            extents=extents,
         )
         self._versions[version.key] = version
         self._groups.setdefault((namespace, group), {})[version] = None

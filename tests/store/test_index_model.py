@@ -124,7 +124,7 @@ class Histories(RuleBasedStateMachine):
         exact_end = data.draw(st.integers(0, len(tokens)), label="exact_end")
         before = self.index.stats()
         made = self.index.begin_save(
-            name, namespace, group, parent and parent.name, tokens, computed, restore, exact_end
+            name, namespace, group, parent and parent.handle, tokens, computed, restore, exact_end
         )
 
         self.serial += 1
@@ -133,7 +133,7 @@ class Histories(RuleBasedStateMachine):
         taken = any((m.namespace, m.name) == (namespace, name) for m in self.found)
         own = (namespace, group)
         lru = [*(g for g in self.lru if g != own), own]
-        gone = None if taken else self.victims(len(fresh) * ROW + 4 * len(tokens), lru, parent)
+        gone = None if taken else self.victims(len(fresh) * ROW + 4 * len(tokens), lru, parent if restore else None)
         if gone is None:
             assert isinstance(made, Refusal)
             assert {**self.index.stats(), "refusals": 0} == {**before, "refusals": 0}
