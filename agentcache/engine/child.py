@@ -1,0 +1,43 @@
+"""What every process of the engine runs first, in place of the user's script.
+
+A spawned process imports its parent's main module before anything else. The engine needs nothing of the user's script, and a
+script without `if __name__ == "__main__":` would start engines without end, so `launch` names this module as the main one. It
+sends the process's output to the engine's log and ends the process when its parent is gone: vLLM's EngineCore outlives a caller
+that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Final
+
+__all__ = ["LOG_VARIABLE"]
+
+LOG_VARIABLE: Final = "AGENTCACHE_ENGINE_LOG"
+_POLL_S: Final = 0.5
+_GRACE_S: Final = 10.0
+
+
+def _redirect_output(log: str) -> None:
+    """Sends stdout and stderr, of C++ code too, to the end of a file."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__mp_main__":
+    if log := os.environ.get(LOG_VARIABLE):
+        _redirect_output(log)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="agentcache-parent", daemon=True).start()

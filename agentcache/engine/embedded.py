@@ -1,0 +1,207 @@
+"""`AsyncAgentCache`: a model on a vLLM engine that is embedded in this process's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from rich.console import Console
+
+from agentcache.config import CacheConfig
+from agentcache.engine.episode import AsyncEpisode, last_reply
+from agentcache.engine.launch import Engine, EngineStart
+from agentcache.engine.session import Session
+from agentcache.episodes import Rendered
+from agentcache.episodes.messages import Tool
+from agentcache.errors import AgentCacheError, UnsupportedModelError
+from agentcache.events import EventKind, JsonlEventLog, Subscriber
+from agentcache.recovery import get_policy
+from agentcache.reply import Reply, StreamChunk
+from agentcache.request import GenerateOptions, Messages, RequestOptions
+from agentcache.weights import resolve_model
+
+__all__ = ["AsyncAgentCache"]
+
+
+class AsyncAgentCache:
+    """A model on an embedded vLLM whose episodes resume after their prompts were edited.
+
+    Use it on one event loop: `async with AsyncAgentCache("smollm2", policy="edit_local") as cache:`.
+
+    Args:
+        model: A folder, a hub id, or the name of a built-in model.
+        policy: Default recovery policy.
+        **settings: Further fields of `CacheConfig`.
+
+    Raises:
+        ConfigError: A setting is unknown or out of range.
+    """
+
+    def __init__(self, model: str | Path = "smollm2", *, policy: str = "prefix_cache", **settings: Any) -> None:
+        self.config = CacheConfig.build(model=str(model), policy=policy, **settings)
+        get_policy(self.config.policy, self.config.policy_options)  # an unknown one is known before the engine starts
+        self._session = Session(self.config)
+        self._lifecycle = asyncio.Lock()
+        self._description: dict[str, Any] = {}
+        self._model: str | None = None
+        self._until_close = contextlib.ExitStack()
+        self._finalizer: Callable[[], object] | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Self:
+        """Returns self once the engine runs. Idempotent.
+
+        Raises:
+            ConfigError: vLLM does not accept the settings.
+            UnsupportedModelError: The model's KV cannot be recovered; lists why.
+            EngineDeadError: The engine did not start.
+        """
+        async with self._lifecycle:
+            if self._session.engine is None:
+                with contextlib.ExitStack() as stack:
+                    if self.config.events is not None:
+                        log = stack.enter_context(JsonlEventLog(self.config.events))
+                        stack.callback(self._session.bus.subscribe(log))
+                    self._model = str(await asyncio.to_thread(resolve_model, self.config.model))
+                    await self._launch()
+                    self._until_close = stack.pop_all()
+        return self
+
+    async def restart(self) -> Self:
+        """Returns self with a new engine. Episodes keep their history; their KV is gone, so each next request is exact."""
+        async with self._lifecycle:
+            if self._model is None:
+                raise AgentCacheError("this cache was never started; call start()")
+            await self._stop()
+            await self._launch()
+        return self
+
+    async def close(self) -> None:
+        """Ends the engine and its processes. Idempotent; open requests fail with EngineDeadError."""
+        async with self._lifecycle:
+            await self._stop()
+            self._until_close.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _launch(self) -> None:
+        assert self._model is not None
+        start = EngineStart(self.config, self._model)
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, "agentcache-start") as thread, _status(f"Starting vLLM with {self.config.model}"):
+            run = loop.run_in_executor(thread, start.run)
+            try:
+                engine = await asyncio.shield(run)
+            except asyncio.CancelledError:
+                start.give_up()
+                (late,) = await asyncio.gather(run, return_exceptions=True)
+                if isinstance(late, Engine):
+                    await asyncio.to_thread(late.stop)
+                raise
+            try:
+                ranks = await engine.call("agentcache_attach")
+                reasons = [reason for rank in ranks for reason in rank["reasons"]]
+                if not all(rank["ok"] for rank in ranks):
+                    raise UnsupportedModelError(self.config.model, dict.fromkeys(reasons))
+            except BaseException:
+                await asyncio.to_thread(engine.stop)
+                raise
+        self._description = {k: v for k, v in ranks[0].items() if k not in ("ok", "reasons")}
+        self._session.begin(engine)
+        self._finalizer = weakref.finalize(self, engine.stop).detach
+
+    async def _stop(self) -> None:
+        engine, self._session.engine = self._session.engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)
+        if self._finalizer is not None:
+            self._finalizer()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def episode(self, episode_id: str) -> AsyncEpisode:
+        """Returns the episode of this id; it begins with its first request."""
+        return AsyncEpisode(self._session, episode_id)
+
+    async def generate(self, messages: Messages, **options: Unpack[GenerateOptions]) -> Reply:
+        """Returns the reply to a request that belongs to no episode: vLLM alone serves it."""
+        return await last_reply(self._run(messages, options, every_token=False))
+
+    async def stream(self, messages: Messages, **options: Unpack[GenerateOptions]) -> AsyncGenerator[StreamChunk, None]:
+        """Yields the reply of a request that belongs to no episode, token by token; closing the generator aborts it."""
+        async with contextlib.aclosing(self._run(messages, options, every_token=True)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _run(
+        self, messages: Messages, options: GenerateOptions, *, every_token: bool
+    ) -> AsyncGenerator[StreamChunk, None]:
+        request = RequestOptions.build(options)
+        request.refuse_recovery()
+        self._session.running()
+        prompt = await self._session.render(messages, request.tools)
+        chunks = self._session.run(prompt, request, started=time.perf_counter(), every_token=every_token)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def render(self, messages: Messages, *, tools: Sequence[Tool] | None = None) -> Rendered:
+        """Returns messages as token ids with the place of each message, as a request without an episode would send them."""
+        return await self._session.render(messages, tools)
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        return self._session.tokenizer
+
+    def subscribe(self, subscriber: Subscriber, kinds: Iterable[EventKind] | None = None) -> Callable[[], None]:
+        """Adds a function or coroutine function that gets each event; returns the function that removes it."""
+        return self._session.bus.subscribe(subscriber, kinds)
+
+    async def stats(self) -> dict[str, Any]:
+        """Returns `engine` (what was learned of the model at start-up), `kv_tokens`, `episodes` and each rank's counters."""
+        engine = self._session.running()
+        return {
+            "engine": dict(self._description),
+            "kv_tokens": engine.kv_tokens,
+            "episodes": len(self._session.tracker.episodes()),
+            "ranks": await engine.call("agentcache_stats"),
+        }
+
+    async def reset_prefix_cache(self, *, checkpoints: bool = False) -> bool:
+        """Empties vLLM's own prefix cache, on request every checkpoint too; returns whether nothing was in use."""
+        return bool(await self._session.running().llm.reset_prefix_cache(reset_connector=checkpoints))
+
+    async def check_recovery(
+        self, old_ids: Sequence[int], new_ids: Sequence[int], prefix: int, suffix: int
+    ) -> dict[str, float]:
+        """Returns a recovery's relative errors against a full prefill (`engine.selfcheck`); the engine must be idle."""
+        ranks = await self._session.running().call("agentcache_check", list(old_ids), list(new_ids), prefix, suffix)
+        await self.reset_prefix_cache()
+        return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the engine's processes: EngineCore, then workers."""
+        return [] if self._session.engine is None else self._session.engine.pids
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Iterator[None]:
+    """Shows a line with a spinner on a terminal, nothing elsewhere."""
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield

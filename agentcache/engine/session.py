@@ -1,0 +1,112 @@
+"""What the episodes of one cache share: its engine, tracker, events, renderer and reports. Outlives a restart of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, cast
+
+import numpy as np
+
+from agentcache.config import CacheConfig
+from agentcache.engine.launch import Engine
+from agentcache.episodes import EpisodeTracker, Rendered, Renderer
+from agentcache.episodes.diff import TokenIds, as_ids
+from agentcache.episodes.messages import Tool
+from agentcache.episodes.pieces import TokenArray
+from agentcache.errors import AgentCacheError
+from agentcache.events import EventBus
+from agentcache.reply import RecoveryReport, StreamChunk
+from agentcache.request import Messages, RequestOptions
+
+__all__ = ["Session"]
+
+
+class Session:
+    """What the episodes of one cache share.
+
+    Attributes:
+        config: The cache's settings.
+        bus: Delivers events.
+        tracker: Keeps episodes and versions.
+        reports: Recovery reports by version.
+        without_kv: Versions that no child can be recovered from: still generating, aborted, or not saved.
+        engine: The running engine, or None.
+        loop: The event loop that the engine belongs to.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.bus = EventBus()
+        self.tracker = EpisodeTracker(self.bus)
+        self.reports: dict[str, RecoveryReport] = {}
+        self.without_kv: set[str] = set()
+        self.engine: Engine | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._tokenizer: Any = None
+        self._renderer: Renderer | None = None
+
+    def running(self) -> Engine:
+        """Returns the engine.
+
+        Raises:
+            AgentCacheError: There is none, or it belongs to another event loop.
+            EngineDeadError: It has died.
+        """
+        if self.engine is None:
+            raise AgentCacheError("this cache has no engine: it was not started or is closed; call start()")
+        if self.engine.dead:
+            raise self.engine.death()
+        if asyncio.get_running_loop() is not self.loop:
+            raise AgentCacheError("this cache was started on another event loop; use it there, or use AgentCache")
+        return self.engine
+
+    def begin(self, engine: Engine) -> None:
+        """Makes an engine the running one."""
+        self.engine, self.loop = engine, asyncio.get_running_loop()
+        self._tokenizer = engine.llm.get_tokenizer()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer."""
+        if self._tokenizer is None:
+            raise AgentCacheError("this cache has no tokenizer yet; call start()")
+        return self._tokenizer
+
+    async def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Tool] | None = None,
+        *,
+        replies: Sequence[TokenArray] = (),
+        began: datetime | None = None,
+    ) -> Rendered:
+        """Returns messages as a prompt; token ids pass through.
+
+        Args:
+            messages: Chat messages, one user message, or token ids.
+            tools: Schemas for the chat template.
+            replies: Ids of earlier replies, to be spliced in where the text agrees.
+            began: The date that the template may print.
+
+        Raises:
+            RenderError: The chat template refuses the messages.
+            ConfigError: Neither messages nor token ids.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        elif len(messages) and not isinstance(messages[0], Mapping):
+            ids = as_ids(cast("TokenIds", messages)).astype(np.int32)
+            ids.flags.writeable = False
+            return Rendered(ids, (), (), "")
+        if self._renderer is None:
+            self._renderer = await asyncio.to_thread(Renderer, self.tokenizer)
+        chat = cast("Sequence[Mapping[str, Any]]", messages)
+        return await asyncio.to_thread(self._renderer.render, chat, tools=tools, generated=replies, now=began)
+
+    def run(self, prompt: Rendered, options: RequestOptions, **details: Any) -> AsyncGenerator[StreamChunk, None]:
+        """Returns the chunks of one request on the running engine; see `requests.run_request`."""
+        from agentcache.engine.requests import run_request  # it imports vLLM, which `launch` does quietly
+
+        return run_request(self.running(), prompt.token_ids.tolist(), options, **details)
