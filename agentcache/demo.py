@@ -53,11 +53,11 @@ def _documents(item: HotpotItem, start: int, stop: int | None) -> str:
 def script(items: Sequence[HotpotItem]) -> list[Turn]:
     """Returns the turns of a research episode over two real questions and their documents."""
     first, second = items[0], items[1]
-    system = {
+    system: Message = {
         "role": "system",
         "content": "You are a careful research assistant. Answer from the documents, in one sentence.",
     }
-    question = {"role": "user", "content": f"{first.question}\nAlso: {second.question}", "id": "question"}
+    question: Message = {"role": "user", "content": f"{first.question}\nAlso: {second.question}", "id": "question"}
 
     def call(name: str, query: str) -> Message:
         return {"role": "assistant", "content": f'I will look it up: {name}("{query}")', "id": f"call-{name}"}
@@ -72,14 +72,14 @@ def script(items: Sequence[HotpotItem]) -> list[Turn]:
         "Catalogue record 4711, status: confirmed. Reviewed again in 2024 by two editors, who replaced the provisional entry of "
         "2019. 5 sources, all of them confirmed. No further correction is expected."
     )
-    opening = [system, question, call("catalogue", "record 4711")]
+    opening: list[Message] = [system, question, call("catalogue", "record 4711")]
     reading = [
         call("search", first.question),
         tool("search", _documents(first, 0, None)),
         call("search_again", second.question),
         tool("search_again", _documents(second, 0, None)),
     ]
-    summary = {
+    summary: Message = {
         "role": "user",
         "content": "Summary of the conversation so far: "
         + " ".join(p.text.split(". ")[0] + "." for p in first.paragraphs[:4]),

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from agentcache.types import AlignedRun, Boundary, PromptDiff, Run
 
 __all__ = ["PolicyContext", "RecoveryPlan", "RecoveryPolicy"]
@@ -23,7 +26,7 @@ class PolicyContext:
     """
 
     diff: PromptDiff
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | npt.NDArray[np.int32]
     boundaries: tuple[Boundary, ...] = ()
 
 

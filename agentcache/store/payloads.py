@@ -33,7 +33,7 @@ class Payload:
 
 def checksum(rows: torch.Tensor) -> int:
     """Returns the xxh3-64 of a contiguous host tensor's bytes."""
-    return xxhash.xxh3_64_intdigest(rows.view(-1).view(torch.uint8).numpy())
+    return int(xxhash.xxh3_64_intdigest(rows.view(-1).view(torch.uint8).numpy()))
 
 
 class PayloadStore:
