@@ -27,7 +27,7 @@ from agentcache.episodes.messages import ChatMessage
 __all__ = ["MessageRange", "Place", "Syntax", "cut_messages", "learn_closers", "mark", "places", "search"]
 
 _TAG = re.compile(r"<[^<>]{0,64}>")
-_PLAIN_CLOSERS = re.compile(r"\s*(?:(?:</[^<>]{0,64}>|\[/[^\[\]]{0,64}\])\s*)*")
+_PLAIN_CLOSERS = re.compile(r"\s*(?:(?:<{1,2}/[^<>]{0,64}>{1,2}|\[/[^\[\]]{0,64}\])\s*)*")
 _TAIL = 256  # characters at the end of a content in which a mark may stand
 
 

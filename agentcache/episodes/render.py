@@ -20,7 +20,7 @@ from agentcache.types import Boundary, BoundaryKind, MessageSpan
 __all__ = ["Rendered", "Renderer"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
     """A prompt that is ready for the engine.
 
@@ -118,7 +118,9 @@ class Renderer:
             if chat[r.index].role != "assistant" or not self._pieces.can_cut(text, r.close):
                 continue
             starts = [r.start + len(prompt)] if text.startswith(prompt, r.start) else []
-            starts += [r.place.start] if r.place is not None and r.place.verbatim else []
+            # Not after a space: the model never wrote its reply there.
+            if r.place is not None and r.place.verbatim and text[r.place.start - 1 : r.place.start] != " ":
+                starts.append(r.place.start)
             for start in starts:
                 reply = replies.get(text[start : r.close])
                 if reply is not None:

@@ -39,7 +39,8 @@ class Replies:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = frozenset([*tokenizer.all_special_ids, *(i for i, token in added if token.special)])
         self._cache: OrderedDict[bytes, Reply] = OrderedDict()
         self._lock = Lock()
 

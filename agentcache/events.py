@@ -1,0 +1,343 @@
+"""What happens to episodes: typed events, the bus that delivers them, and a log of them as JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from agentcache.errors import ConfigError
+from agentcache.types import AlignedRun, RevisionKind
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Event",
+    "EventBus",
+    "EventKind",
+    "JsonlEventLog",
+    "KVPaused",
+    "KVResumed",
+    "PromptRevised",
+    "read_events",
+]
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+EventKind = Literal["prompt_revised", "kv_paused", "kv_resumed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRevised:
+    """A version was recorded.
+
+    Attributes:
+        episode: The episode's id.
+        version: The new version's id.
+        parent: The version that it was compared with, if any.
+        kind: Why it differs.
+        prefix: |P| in tokens.
+        aligned: The aligned spans, the prefix among them.
+        old_len: Tokens of the parent, as computed.
+        new_len: Tokens of the new prompt.
+        labels: The new prompt's messages, each `role` or `role:id`.
+        diff_ms: Time that the diff took.
+        time_s: When, in seconds since the epoch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    episode: str
+    version: str
+    parent: str | None
+    kind: RevisionKind
+    prefix: int
+    aligned: tuple[AlignedRun, ...]
+    old_len: int
+    new_len: int
+    labels: tuple[str, ...] = ()
+    diff_ms: float = 0.0
+    time_s: float = field(default_factory=time.time)
+    event: Literal["prompt_revised"] = "prompt_revised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPaused:
+    """An episode waits (a tool runs, a human is asked) and its KV may leave the engine.
+
+    Attributes:
+        episode: The episode's id.
+        key: What it waits for, e.g. a tool call id.
+        version: The version whose KV is kept, when known.
+        reason: Free text.
+        time_s: When, in seconds since the epoch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    episode: str
+    key: str
+    version: str | None = None
+    reason: str = ""
+    time_s: float = field(default_factory=time.time)
+    event: Literal["kv_paused"] = "kv_paused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVResumed:
+    """An episode goes on.
+
+    Attributes:
+        episode: The episode's id.
+        key: What it had waited for; None resumes everything that the episode waits for.
+        version: The version that its KV was recovered for.
+        recovery: The fields of the request's `Recovery` report.
+        time_s: When, in seconds since the epoch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    episode: str
+    key: str | None = None
+    version: str | None = None
+    recovery: dict[str, Any] = field(default_factory=dict)
+    time_s: float = field(default_factory=time.time)
+    event: Literal["kv_resumed"] = "kv_resumed"
+
+
+Event = PromptRevised | KVPaused | KVResumed
+Subscriber = Callable[[Event], Awaitable[None] | None]
+
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+class EventBus:
+    """Delivers events to subscribers. Thread-safe.
+
+    A subscriber that fails is logged and counted, and never disturbs the request that the event tells of. A second
+    pause for the same (episode, key) is not delivered before that one is resumed: frameworks run a tool's node again
+    after an interrupt.
+
+    Attributes:
+        failures: How many deliveries failed.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self._lock = Lock()
+        self._subscribers: dict[int, tuple[Subscriber, frozenset[str] | None, asyncio.AbstractEventLoop | None]] = {}
+        self._next = 0
+        self._paused: dict[str, set[str]] = {}
+        self._running: set[asyncio.Task[None] | Future[None]] = set()
+
+    def subscribe(self, subscriber: Subscriber, kinds: Iterable[EventKind] | None = None) -> Callable[[], None]:
+        """Adds a subscriber and returns the function that removes it.
+
+        Args:
+            subscriber: A function, or a coroutine function. The latter runs on the loop that runs where the event is
+                emitted, else on the loop that ran where it subscribed.
+            kinds: Which events it gets; None: all.
+
+        Raises:
+            ConfigError: A kind does not exist.
+        """
+        wanted = None if kinds is None else frozenset[str](kinds)
+        known = frozenset(EventKind.__args__)  # type: ignore[attr-defined]
+        if wanted is not None and not wanted <= known:
+            raise ConfigError(f"no event kinds {sorted(wanted - known)}; there are {sorted(known)}")
+        with self._lock:
+            ticket, self._next = self._next, self._next + 1
+            self._subscribers[ticket] = (subscriber, wanted, _running_loop())
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._subscribers.pop(ticket, None)
+
+        return unsubscribe
+
+    def emit(self, event: Event) -> bool:
+        """Delivers an event, functions now, coroutine functions on a loop; returns False for a repeated pause."""
+        if not self._admit(event):
+            return False
+        for subscriber, home in self._for(event):
+            coroutine = self._start(subscriber, event)
+            if coroutine is None:
+                continue
+            loop = _running_loop()
+            if loop is not None:
+                self._keep(loop.create_task(self._guard(coroutine, event)))
+            elif home is not None and home.is_running():
+                self._keep(asyncio.run_coroutine_threadsafe(self._guard(coroutine, event), home))
+            else:
+                asyncio.run(self._guard(coroutine, event))  # no loop anywhere: nothing else would ever run it
+        return True
+
+    async def aemit(self, event: Event) -> bool:
+        """Delivers an event, waits for coroutine functions, and returns False for a repeated pause."""
+        if not self._admit(event):
+            return False
+        coroutines = [self._start(subscriber, event) for subscriber, _ in self._for(event)]
+        await asyncio.gather(*(self._guard(coroutine, event) for coroutine in coroutines if coroutine is not None))
+        return True
+
+    def is_paused(self, episode: str, key: str) -> bool:
+        """Whether an episode waits for a key."""
+        with self._lock:
+            return key in self._paused.get(episode, ())
+
+    def forget(self, episode: str) -> None:
+        """Removes what the episode waits for, without an event."""
+        with self._lock:
+            self._paused.pop(episode, None)
+
+    def _admit(self, event: Event) -> bool:
+        with self._lock:
+            if isinstance(event, KVPaused):
+                waiting = self._paused.setdefault(event.episode, set())
+                known = event.key in waiting
+                waiting.add(event.key)
+                return not known
+            if isinstance(event, KVResumed):
+                waiting = self._paused.get(event.episode, set())
+                waiting.clear() if event.key is None else waiting.discard(event.key)
+                if not waiting:
+                    self._paused.pop(event.episode, None)
+            return True
+
+    def _for(self, event: Event) -> list[tuple[Subscriber, asyncio.AbstractEventLoop | None]]:
+        with self._lock:
+            return [(s, home) for s, kinds, home in self._subscribers.values() if kinds is None or event.event in kinds]
+
+    def _start(self, subscriber: Subscriber, event: Event) -> Coroutine[Any, Any, None] | None:
+        """Calls a subscriber and returns the coroutine that is still to run, if any."""
+        try:
+            result = subscriber(event)
+        except Exception:
+            logger.exception("an event subscriber failed on %s of episode %r", event.event, event.episode)
+            self._count_failure()
+            return None
+        return cast("Coroutine[Any, Any, None]", result) if inspect.iscoroutine(result) else None
+
+    async def _guard(self, coroutine: Coroutine[Any, Any, None], event: Event) -> None:
+        try:
+            await coroutine
+        except Exception:
+            logger.exception("an event subscriber failed on %s of episode %r", event.event, event.episode)
+            self._count_failure()
+
+    def _count_failure(self) -> None:
+        with self._lock:
+            self.failures += 1
+
+    def _keep(self, task: asyncio.Task[None] | Future[None]) -> None:
+        # The loop holds only weak references: without this one a task may vanish before it has run.
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+class JsonlEventLog:
+    """Appends events to a file, one JSON object a line, flushed line by line. A subscriber. Thread-safe.
+
+    Each line has `schema`, `event` and the event's fields. A last line that a crash cut short is removed when the file
+    is opened again; only a line that begins like ours is.
+
+    Args:
+        path: The file; its folder is made.
+
+    Raises:
+        ConfigError: The file is there and is not an event log.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock()
+        self._file = self.path.open("a+b")
+        try:
+            self._mend()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __call__(self, event: Event) -> None:
+        """Appends one event."""
+        values = {"schema": SCHEMA_VERSION, **_EVENT.dump_python(event, mode="json")}
+        line = json.dumps(values, ensure_ascii=False, separators=(",", ":")) + "\n"
+        with self._lock:
+            self._file.write(line.encode(errors="backslashreplace"))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _mend(self) -> None:
+        size = self._file.seek(0, os.SEEK_END)
+        if size == 0:
+            return
+        self._file.seek(0)
+        start = b'{"schema":'
+        if self._file.read(len(start)) != start[: min(size, len(start))]:
+            raise ConfigError(f"{self.path} is not an event log; choose another file for `events`")
+        end = _line_start(self._file, size)
+        if end < size:
+            logger.warning("%s: removed a last line that was cut short, %d bytes", self.path, size - end)
+            self._file.truncate(end)
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
+    """Yields the events of a log, each validated.
+
+    Raises:
+        ConfigError: A line is not an event of this schema; names the line.
+    """
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                values = json.loads(line)
+                if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA_VERSION:
+                    raise ValueError(f"it needs schema {SCHEMA_VERSION}")
+                yield _EVENT.validate_python(values)
+            except (ValueError, ValidationError) as error:
+                raise ConfigError(f"{path}, line {number} is not an event of agentcache: {error}") from error
+
+
+def _line_start(file: Any, size: int, chunk: int = 1 << 16) -> int:
+    """Returns where the line begins that the end of a file lies in."""
+    at = size
+    while at > 0:
+        begin = max(at - chunk, 0)
+        file.seek(begin)
+        newline = file.read(at - begin).rfind(b"\n")
+        if newline >= 0:
+            return int(begin + newline + 1)
+        at = begin
+    return 0
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
