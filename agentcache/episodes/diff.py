@@ -55,8 +55,8 @@ def diff_tokens(
     Args:
         old_ids: Ids whose KV exists, in order.
         new_ids: Ids of the new prompt.
-        anchors: Message spans of the old and of the new ids. Equal messages align first, and a common suffix that lies
-            wholly after the last new message (the generation prompt) is no evidence.
+        anchors: Message spans of the old and of the new ids. Equal messages align first, and a common suffix counts
+            from `min_run` tokens before the new generation prompt on: that alone ends every prompt.
         min_run: Fewest tokens of an aligned run after the prefix.
         min_move: Fewest tokens of a span that is found in another order.
 
@@ -66,14 +66,14 @@ def diff_tokens(
     if not 1 <= min_run <= min_move:
         raise ConfigError(f"min_run={min_run}, min_move={min_move}: need 1 <= min_run <= min_move")
     old, new = as_ids(old_ids), as_ids(new_ids)
-    tail = 0
+    tail = 0  # the generation prompt
     if anchors is not None:
         check_anchors(anchors[0], len(old), "old")
         check_anchors(anchors[1], len(new), "new")
         tail = len(new) - anchors[1][-1].stop if anchors[1] else 0
     prefix = common_prefix(old, new)
     suffix = common_prefix(old[prefix:][::-1], new[prefix:][::-1])
-    if suffix < min_run or suffix <= tail:
+    if suffix < min_run + tail:
         suffix = 0
     runs = [AlignedRun(0, 0, prefix)] if prefix else []
     old_stop, new_stop = len(old) - suffix, len(new) - suffix

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 
+from agentcache.episodes.anchors import pair_messages
+from agentcache.episodes.grams import heaviest_chain
 from agentcache.types import AlignedRun, Boundary, BoundaryKind, MessageSpan, PromptDiff, RevisionKind
 
 __all__ = ["classify"]
@@ -79,7 +80,7 @@ def _changes(
     What stands in the place of a message that went is no new turn: it has its id, or its role at the end of the old
     prompt.
     """
-    old_kept, new_kept = _kept(old, new), _kept(new, old)
+    old_kept, new_kept = _kept(old, new)
     removed = [span for span, stays in zip(old, old_kept, strict=True) if not stays]
     gone = _ids(removed)
     turn = sum(
@@ -93,14 +94,12 @@ def _changes(
     return removed, added, list(new[at:])
 
 
-def _kept(spans: Sequence[MessageSpan], others: Sequence[MessageSpan]) -> list[bool]:
-    """Returns which messages have their content among others, each of which counts once."""
-    left = Counter(span.content_hash for span in others)
-    kept = []
-    for span in spans:
-        kept.append(left[span.content_hash] > 0)
-        left[span.content_hash] -= 1
-    return kept
+def _kept(old: Sequence[MessageSpan], new: Sequence[MessageSpan]) -> tuple[list[bool], list[bool]]:
+    """Returns which old and which new messages are the same, in the same order."""
+    pairs = pair_messages(old, new)
+    chain = heaviest_chain([a.start for a, _ in pairs], [max(b.stop - b.start, 1) for _, b in pairs])
+    old_starts, new_starts = {pairs[i][0].start for i in chain}, {pairs[i][1].start for i in chain}
+    return [span.start in old_starts for span in old], [span.start in new_starts for span in new]
 
 
 def _ids(spans: Sequence[MessageSpan]) -> set[str]:

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from agentcache.episodes.buffers import Buffer
 from agentcache.episodes.diff import TokenIds, as_ids, diff_tokens
 from agentcache.episodes.kinds import classify
 from agentcache.episodes.pieces import TokenArray
@@ -22,9 +23,6 @@ from agentcache.events import EventBus, PromptRevised
 from agentcache.types import Boundary, MessageSpan, PromptDiff, RevisionKind
 
 __all__ = ["EpisodeTracker", "Revision", "Version"]
-
-_NO_IDS = np.empty(0, np.int32)
-_NO_IDS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +48,7 @@ class Version:
     parent: str | None
     kind: RevisionKind
     token_ids: TokenArray
-    generated: TokenArray = field(default_factory=lambda: _NO_IDS)
+    generated: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
     computed: int | None = None
     spans: tuple[MessageSpan, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
@@ -121,6 +119,7 @@ class EpisodeTracker:
         self._episodes: dict[str, _Episode] = {}
         self._versions: dict[str, Version] = {}
         self._uses: Counter[str] = Counter()  # by the own episode, children, and forks
+        self._buffers: dict[str, Buffer] = {}
 
     def record(
         self,
@@ -142,7 +141,7 @@ class EpisodeTracker:
             UnknownVersionError: There is no such parent. The tracker is unchanged.
         """
         if not isinstance(prompt, Rendered):
-            prompt = Rendered(_frozen(prompt), (), (), "")
+            prompt = Rendered(_token_ids(prompt), (), (), "")
         old = self.version(parent) if parent is not None else self.head(episode)
         began = time.perf_counter()
         diff, kind = _compare(old, prompt)
@@ -158,7 +157,7 @@ class EpisodeTracker:
             attributes=MappingProxyType(dict(attributes or {})),
             created_s=self._clock(),
         )
-        self._add(version, old if diff.is_append else None)
+        self._add(version)
         revision = Revision(
             episode, version.version_id, version.parent, kind, diff, version.spans, version.boundaries, diff_ms
         )
@@ -178,15 +177,15 @@ class EpisodeTracker:
             UnknownVersionError: There is no such version.
             ConfigError: More tokens computed than there are.
         """
-        ids = _frozen(generated)
+        reply = _token_ids(generated)
         with self._lock:
             known = self.version(version)
-            total = len(known.token_ids) + len(ids)
-            if computed is not None and not 0 <= computed <= total:
-                raise ConfigError(f"computed={computed} of version {version}: it has {total} tokens")
-            finished = replace(known, generated=ids, computed=computed)
-            self._versions[version] = finished
-        return finished
+            whole = np.concatenate([known.token_ids, reply])
+            if computed is not None and not 0 <= computed <= len(whole):
+                raise ConfigError(f"computed={computed} of version {version}: it has {len(whole)} tokens")
+            finished = replace(known, generated=reply, computed=computed)
+            self._versions[version] = self._buffered(finished, self._buffers[version].extended(whole))
+            return self._versions[version]
 
     def version(self, version: str) -> Version:
         """Returns a version.
@@ -300,7 +299,7 @@ class EpisodeTracker:
                     assert version.parent in self._versions, version.version_id
                     uses[version.parent] += 1
             assert +self._uses == uses, (self._uses - uses) + (uses - self._uses)
-            assert self._versions.keys() == uses.keys(), self._versions.keys() ^ uses.keys()
+            assert self._versions.keys() == uses.keys() == self._buffers.keys(), self._versions.keys() ^ uses.keys()
 
     def _episode(self, episode: str) -> _Episode:
         known = self._episodes.get(episode)
@@ -308,7 +307,7 @@ class EpisodeTracker:
             raise UnknownVersionError(f"there is no episode {episode!r}; `episodes` lists them")
         return known
 
-    def _add(self, version: Version, shares_with: Version | None) -> None:
+    def _add(self, version: Version) -> None:
         with self._lock:
             if version.version_id in self._versions:
                 raise ConfigError(f"new_id made {version.version_id!r} twice; version ids must be unique")
@@ -316,21 +315,23 @@ class EpisodeTracker:
                 self.version(version.parent)  # it may have been dropped while the diff ran
                 self._uses[version.parent] += 1
             episode = self._episodes.setdefault(version.episode, _Episode())
-            self._versions[version.version_id] = version
+            before = self._buffers.get(version.parent) if version.parent is not None else None
+            buffer = before.extended(version.token_ids) if before else Buffer(version.token_ids)
+            self._versions[version.version_id] = self._buffered(version, buffer)
             self._uses[version.version_id] += 1
             episode.versions.append(version.version_id)
             episode.head = version.version_id
-            current = self._versions[shares_with.version_id] if shares_with else None
-            if current is not None and current is shares_with and current.computed is None:
-                # An append-only chain keeps one array: the parent's tokens are the child's first ones.
-                split, stop = len(current.token_ids), len(current.token_ids) + len(current.generated)
-                ids = version.token_ids
-                self._versions[current.version_id] = replace(current, token_ids=ids[:split], generated=ids[split:stop])
+
+    def _buffered(self, version: Version, buffer: Buffer) -> Version:
+        """Returns a version whose ids are views of a buffer that begins with them, and remembers that."""
+        self._buffers[version.version_id] = buffer
+        split, stop = len(version.token_ids), len(version.token_ids) + len(version.generated)
+        return replace(version, token_ids=buffer.view(0, split), generated=buffer.view(split, stop))
 
     def _release(self, version: str | None, gone: list[str]) -> None:
         while version is not None and version in self._versions and self._uses[version] == 0:
             parent = self._versions.pop(version).parent
-            del self._uses[version]
+            del self._uses[version], self._buffers[version]
             gone.append(version)
             version = parent
             if parent is not None:
@@ -347,15 +348,17 @@ def _compare(old: Version | None, prompt: Rendered) -> tuple[PromptDiff, Revisio
     return diff, classify(diff, min(len(old.token_ids), len(ids)), spans, prompt.spans, prompt.boundaries)
 
 
-def _frozen(ids: TokenIds) -> TokenArray:
-    """Returns ids as a read-only int32 array of its own."""
+def _token_ids(ids: TokenIds) -> TokenArray:
+    """Returns ids as an int32 array.
+
+    Raises:
+        ConfigError: They are no token ids.
+    """
     array = as_ids(ids)
     limits = np.iinfo(np.int32)
     if array.size and (array.min() < 0 or array.max() > limits.max):
         raise ConfigError(f"token ids must lie in [0, {limits.max}], got {array.min()} to {array.max()}")
-    own = array.astype(np.int32)
-    own.flags.writeable = False
-    return own
+    return array.astype(np.int32)
 
 
 def _shared(spans: tuple[MessageSpan, ...], others: tuple[MessageSpan, ...]) -> tuple[MessageSpan, ...]:
