@@ -98,7 +98,8 @@ def drop_half_installed() -> None:
 def install(engine: str) -> None:
     """Installs the checkout, editable, with its extras."""
     say(f"installing agentcache with the {engine} engine and the developer tools (minutes the first time)")
-    if run(str(PYTHON), "-m", "pip", "install", "-e", f".[{engine},dev]"):
+    # --no-compile: half of the work would be to compile modules that are never imported.
+    if run(str(PYTHON), "-m", "pip", "install", "--no-compile", "-e", f".[{engine},dev]"):
         sys.exit(
             "setup: pip could not install; its message stands above. If it found no torch+cpu, it needs PyTorch's CPU\n"
             "wheel index: https://pytorch.org/get-started/locally"
