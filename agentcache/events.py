@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -172,24 +172,24 @@ class EventBus:
         if not self._admit(event):
             return False
         for subscriber, home in self._for(event):
-            coroutine = self._start(subscriber, event)
-            if coroutine is None:
+            rest = self._start(subscriber, event)
+            if rest is None:
                 continue
             loop = _running_loop()
             if loop is not None:
-                self._keep(loop.create_task(self._guard(coroutine, event)))
+                self._keep(loop.create_task(self._guard(rest, event)))
             elif home is not None and home.is_running():
-                self._keep(asyncio.run_coroutine_threadsafe(self._guard(coroutine, event), home))
+                self._keep(asyncio.run_coroutine_threadsafe(self._guard(rest, event), home))
             else:
-                asyncio.run(self._guard(coroutine, event))  # no loop anywhere: nothing else would ever run it
+                asyncio.run(self._guard(rest, event))  # no loop anywhere: nothing else would ever run it
         return True
 
     async def aemit(self, event: Event) -> bool:
         """Delivers an event, waits for coroutine functions, and returns False for a repeated pause."""
         if not self._admit(event):
             return False
-        coroutines = [self._start(subscriber, event) for subscriber, _ in self._for(event)]
-        await asyncio.gather(*(self._guard(coroutine, event) for coroutine in coroutines if coroutine is not None))
+        rests = [self._start(subscriber, event) for subscriber, _ in self._for(event)]
+        await asyncio.gather(*(self._guard(rest, event) for rest in rests if rest is not None))
         return True
 
     def is_paused(self, episode: str, key: str) -> bool:
@@ -220,19 +220,19 @@ class EventBus:
         with self._lock:
             return [(s, home) for s, kinds, home in self._subscribers.values() if kinds is None or event.event in kinds]
 
-    def _start(self, subscriber: Subscriber, event: Event) -> Coroutine[Any, Any, None] | None:
-        """Calls a subscriber and returns the coroutine that is still to run, if any."""
+    def _start(self, subscriber: Subscriber, event: Event) -> Awaitable[None] | None:
+        """Calls a subscriber and returns what is still to be awaited, if anything."""
         try:
             result = subscriber(event)
         except Exception:
             logger.exception("an event subscriber failed on %s of episode %r", event.event, event.episode)
             self._count_failure()
             return None
-        return cast("Coroutine[Any, Any, None]", result) if inspect.iscoroutine(result) else None
+        return result if inspect.isawaitable(result) else None
 
-    async def _guard(self, coroutine: Coroutine[Any, Any, None], event: Event) -> None:
+    async def _guard(self, rest: Awaitable[None], event: Event) -> None:
         try:
-            await coroutine
+            await rest
         except Exception:
             logger.exception("an event subscriber failed on %s of episode %r", event.event, event.episode)
             self._count_failure()

@@ -230,6 +230,14 @@ def test_a_last_line_that_a_crash_cut_short_is_removed(tmp_path, cut, caplog):
     assert "cut short" in caplog.text
 
 
+def test_a_log_of_nothing_but_a_cut_line_starts_again(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"schema":1,"eve')
+    with JsonlEventLog(path) as log:
+        log(PAUSED)
+    assert list(read_events(path)) == [PAUSED]
+
+
 @pytest.mark.parametrize("content", [b"notes of mine", b"[]\n", b"x"])
 def test_a_file_that_is_no_event_log_is_left_alone(tmp_path, content):
     path = tmp_path / "notes.txt"

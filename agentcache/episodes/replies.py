@@ -17,6 +17,7 @@ from agentcache.episodes.pieces import ChatTokenizer, TokenArray
 __all__ = ["Replies", "Reply"]
 
 _CACHED = 4096
+_OBJECTS = 256  # JSON objects that are looked for in one reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,9 @@ def _objects(text: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     decoder = json.JSONDecoder()
     at = text.find("{")
-    while at >= 0:
+    for _ in range(_OBJECTS):
+        if at < 0:
+            break
         try:
             value, stop = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
