@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -213,31 +214,18 @@ def _recomputed(bench: _Bench, policy: str) -> int:
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"resume of {result['context']} tokens edited at {result['edit_at']:.0%}, {result['model']}")
-    for name in (
-        "policy",
-        "TTFT p50",
-        "p20–p80",
-        "speedup",
-        "recomputed",
-        "restored",
-        "restore",
-        "recompute",
-        "KL",
-        "top-1",
-    ):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    title = f"resume of {result['context']} tokens edited at {result['edit_at']:.0%}, {result['model']}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for name in ("TTFT", "speedup", "restored", "recomputed", "KL", "top-1"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
-        ttft = row["ttft_ms"]
         table.add_row(
             row["policy"],
-            f"{ttft['p50']:.1f} ms",
-            f"{ttft['p20']:.1f}–{ttft['p80']:.1f}",
+            f"{row['ttft_ms']['p50']:.0f} ms",
             f"{row['speedup']:.1f}×" if row["speedup"] is not None else "–",
-            str(row["recomputed_tokens"]),
-            str(row["restored_tokens"]),
-            f"{row['restore_ms']:.1f} ms",
-            f"{row['recompute_ms']:.1f} ms",
+            f"{row['restored_tokens']} in {row['restore_ms']:.0f} ms",
+            f"{row['recomputed_tokens']} in {row['recompute_ms']:.0f} ms",
             f"{row['kl_to_exact']:.4f}",
             "same" if row["top1_agrees"] else "differs",
         )

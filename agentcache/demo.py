@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -81,15 +82,15 @@ def script(items: Sequence[HotpotItem]) -> list[Turn]:
     ]
     summary: Message = {
         "role": "user",
-        "content": "Summary of the conversation so far: "
-        + " ".join(p.text.split(". ")[0] + "." for p in first.paragraphs[:4]),
+        "content": "Summary of the conversation so far: the catalogue confirms record 4711 (two editors, 5 sources). "
+        "The documents for both questions follow.",
         "id": "summary",
         "tags": ["summarization"],
     }
     first_turn = [*opening, tool("catalogue", stale)]
     second_turn = [*first_turn, *reading]
     third_turn = [*opening, tool("catalogue", corrected), *reading]
-    fourth_turn = [system, question, summary, *reading[2:]]
+    fourth_turn = [system, question, summary, *reading[1:]]
     return [
         Turn("asks, calls a tool", "first version", first_turn),
         Turn("reads what it retrieved", "append", second_turn),
@@ -189,19 +190,18 @@ def run_demo(model: str, json_path: Path | None, console: Console, policy: str =
 
 
 def _print(rows: list[dict[str, Any]], policy: str, console: Console) -> None:
-    table = Table(title="first token after each edit")
-    columns = ("turn", "edit", "P", "X", "R", "F", "N", policy, "prefix cache", "faster", "KL", "top-1")
-    for at, name in enumerate(columns):
-        table.add_column(name, justify="left" if at < 2 else "right", overflow="fold")
+    table = Table(title="time to the first token after each edit", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("what changed, tokens", no_wrap=True)
+    for name in (policy, "prefix cache", "faster", "KL", "top-1"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        counts = [str(row[k]) for k in ("prefix", "fresh", "repair", "reused", "new")]
+        counts = zip("PXRFN", ("prefix", "fresh", "repair", "reused", "new"), strict=True)
+        what = f"{row['edit']}\n[dim]{' '.join(f'{letter} {row[name]}' for letter, name in counts)}[/]"
         if "ttft_ms" not in row:
-            table.add_row(row["turn"], row["edit"], *counts, "–", "–", "–", "–", "–")
+            table.add_row(what, *["–"] * 5)
             continue
         table.add_row(
-            row["turn"],
-            row["edit"],
-            *counts,
+            what,
             f"{row['ttft_ms']:.0f} ms",
             f"{row['prefix_cache_ttft_ms']:.0f} ms",
             f"[bold]{row['ratio']:.1f}×[/]",
