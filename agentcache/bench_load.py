@@ -97,7 +97,6 @@ def run(
         episode = cache.episode("bench")
         gaps: dict[str, list[float]] = {"chunked_prefill": [], "edit_local": []}
         ttft: dict[str, list[float]] = {name: [] for name in gaps}
-        asynchronous = False
         for rep in track(range(-1, reps), description="measuring", console=console, transient=True):
             # Every repetition's turn differs in its first token, so that none is found in the prefix cache.
             new_turn = [load.ids[rep + 1], *tail[1:]]
@@ -118,8 +117,9 @@ def run(
                 if rep >= 0:  # the first round warms up
                     gaps[name] += steps
                     ttft[name].append(first)
-        last = episode.history()[-1]
-        asynchronous = bool(getattr(last, "asynchronous", False))
+        recovery = episode.history()[-1].recovery
+        assert recovery is not None
+        asynchronous = recovery.asynchronous
     p95 = {name: float(np.percentile(values, 95)) for name, values in gaps.items()}
     result = {
         "model": model,

@@ -215,7 +215,7 @@ def _recomputed(bench: _Bench, policy: str) -> int:
 
 def _print(result: dict[str, Any], console: Console) -> None:
     title = f"resume of {result['context']} tokens edited at {result['edit_at']:.0%}, {result['model']}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
     for name in ("TTFT", "speedup", "restored", "recomputed", "KL", "top-1"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -224,10 +224,10 @@ def _print(result: dict[str, Any], console: Console) -> None:
             row["policy"],
             f"{row['ttft_ms']['p50']:.0f} ms",
             f"{row['speedup']:.1f}×" if row["speedup"] is not None else "–",
-            f"{row['restored_tokens']} in {row['restore_ms']:.0f} ms",
-            f"{row['recomputed_tokens']} in {row['recompute_ms']:.0f} ms",
+            f"{row['restored_tokens']}, {row['restore_ms']:.0f} ms",
+            f"{row['recomputed_tokens']}, {row['recompute_ms']:.0f} ms",
             f"{row['kl_to_exact']:.4f}",
-            "same" if row["top1_agrees"] else "differs",
+            "=" if row["top1_agrees"] else "≠",
         )
     console.print(table)
     console.print(

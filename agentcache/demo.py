@@ -190,7 +190,9 @@ def run_demo(model: str, json_path: Path | None, console: Console, policy: str =
 
 
 def _print(rows: list[dict[str, Any]], policy: str, console: Console) -> None:
-    table = Table(title="time to the first token after each edit", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="time to the first token after each edit", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column("what changed, tokens", no_wrap=True)
     for name in (policy, "prefix cache", "faster", "KL", "top-1"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -206,7 +208,7 @@ def _print(rows: list[dict[str, Any]], policy: str, console: Console) -> None:
             f"{row['prefix_cache_ttft_ms']:.0f} ms",
             f"[bold]{row['ratio']:.1f}×[/]",
             f"{row['kl']:.4f}",
-            "same" if row["top1_agrees"] else "differs",
+            "=" if row["top1_agrees"] else "≠",
         )
     console.print(table)
     console.print(
