@@ -10,9 +10,10 @@ from typing import Any
 
 from agentcache.errors import RenderError
 
-__all__ = ["ChatMessage", "Tool", "canonical", "content_hash", "normalise_messages", "sort_tools"]
+__all__ = ["ArgumentOrder", "ChatMessage", "Tool", "canonical", "content_hash", "normalise_messages", "sort_tools"]
 
 Tool = Mapping[str, Any] | Callable[..., Any]
+ArgumentOrder = Callable[[str, dict[str, Any]], dict[str, Any]]
 _OURS = ("id", "tags")  # keys that templates never see
 
 
@@ -37,22 +38,20 @@ class ChatMessage:
     tags: tuple[str, ...]
 
 
-def normalise_messages(
-    messages: Sequence[Mapping[str, Any]], written: Mapping[str, dict[str, Any]] | None = None
-) -> list[ChatMessage]:
+def normalise_messages(messages: Sequence[Mapping[str, Any]], order: ArgumentOrder | None = None) -> list[ChatMessage]:
     """Returns messages with flat content and tool calls whose arguments are values in sorted order.
 
     Args:
         messages: Dicts with `role`, `content` (text, a list of text blocks, or None) and whatever else the template
             knows: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`. `id` and `tags` are ours.
-        written: Arguments in the order in which the model wrote them, by `canonical` form; they keep that order.
+        order: Returns the arguments of a function, by name, in the order to render; None: sorted.
 
     Raises:
         RenderError: A message has no role, or content that is not text.
     """
     if not messages:
         raise RenderError("there are no messages to render; pass at least one")
-    return [_normalise(index, message, written or {}) for index, message in enumerate(messages)]
+    return [_normalise(index, message, order or _sorted) for index, message in enumerate(messages)]
 
 
 def sort_tools(tools: Iterable[Tool]) -> list[Tool]:
@@ -70,7 +69,11 @@ def content_hash(values: Mapping[str, Any]) -> str:
     return blake2b(canonical(values).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def _normalise(index: int, message: Mapping[str, Any], written: Mapping[str, dict[str, Any]]) -> ChatMessage:
+def _sorted(_name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(canonical(arguments)))
+
+
+def _normalise(index: int, message: Mapping[str, Any], order: ArgumentOrder) -> ChatMessage:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RenderError(
@@ -79,7 +82,7 @@ def _normalise(index: int, message: Mapping[str, Any], written: Mapping[str, dic
     values = {key: value for key, value in message.items() if key not in _OURS and value is not None}
     values["content"] = content = _flatten(index, message.get("content"))
     if "tool_calls" in values:
-        values["tool_calls"] = [_tool_call(index, call, written) for call in values["tool_calls"]]
+        values["tool_calls"] = [_tool_call(index, call, order) for call in values["tool_calls"]]
         if not values["tool_calls"]:
             del values["tool_calls"]
     own_id = message.get("tool_call_id") if role == "tool" else None
@@ -110,7 +113,7 @@ def _block_text(block: Any) -> str | None:
     return None
 
 
-def _tool_call(index: int, call: Any, written: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _tool_call(index: int, call: Any, order: ArgumentOrder) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RenderError(f"message {index} has a tool call without a function name: {call!r:.200}")
@@ -125,8 +128,7 @@ def _tool_call(index: int, call: Any, written: Mapping[str, dict[str, Any]]) -> 
     elif arguments is None:
         arguments = {}
     if isinstance(arguments, Mapping):
-        form = canonical(arguments)
-        arguments = written.get(form) or json.loads(form)
+        arguments = order(function["name"], dict(arguments))
     rest = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 

@@ -13,7 +13,7 @@ from agentcache.episodes.documents import MIN_DOCUMENT_TOKENS, document_ranges
 from agentcache.episodes.locate import MessageRange, Place, Syntax, cut_messages, learn_closers, mark, places, search
 from agentcache.episodes.messages import ChatMessage, Tool, normalise_messages, sort_tools
 from agentcache.episodes.pieces import ChatTokenizer, Layout, PieceTokenizer, TokenArray
-from agentcache.episodes.replies import Replies, Reply
+from agentcache.episodes.replies import Replies, Reply, WrittenOrder
 from agentcache.episodes.template import Template, TemplateCall
 from agentcache.types import Boundary, BoundaryKind, MessageSpan
 
@@ -87,8 +87,7 @@ class Renderer:
             RenderError: A message is malformed or the template fails; says what to do.
         """
         replies = self._replies.decode(generated)
-        written = {form: arguments for reply in replies for form, arguments in reply.arguments.items()}
-        chat = normalise_messages(messages, written)
+        chat = normalise_messages(messages, WrittenOrder(replies))
         call = TemplateCall(sort_tools(tools) if tools else None, now, add_generation_prompt)
         values = self._template.values(chat)
         text = self._template.text(values, call)

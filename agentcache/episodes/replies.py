@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from agentcache.episodes.messages import canonical
 from agentcache.episodes.pieces import ChatTokenizer, TokenArray
 
-__all__ = ["Replies", "Reply"]
+__all__ = ["Replies", "Reply", "WrittenOrder"]
 
 _CACHED = 4096
 _OBJECTS = 256  # JSON objects that are looked for in one reply
@@ -33,6 +34,35 @@ class Reply:
     text: str
     ids: TokenArray
     arguments: dict[str, dict[str, Any]]
+
+
+class WrittenOrder:
+    """Puts arguments in the order in which the model wrote them, where a reply shows it; sorts them elsewhere.
+
+    A reply in JSON holds the very object. One in another notation (GLM, Qwen3.5) shows the order by where the names
+    stand.
+    """
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self._texts = [reply.text for reply in replies]
+        self._objects = {form: value for reply in replies for form, value in reply.arguments.items()}
+
+    def __call__(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a function in their order."""
+        known = self._objects.get(canonical(arguments))
+        if known is not None:
+            return known
+        words = [value for value in arguments.values() if isinstance(value, str)]
+        for text in self._texts if len(arguments) > 1 else ():
+            start = text.find(name)
+            if start >= 0 and all(word in text for word in words):
+                places = {key: _find_word(text, key, start + len(name)) for key in arguments}
+                if min(places.values()) >= 0:
+                    return {key: self._value(arguments[key]) for key in sorted(places, key=places.__getitem__)}
+        return {key: self._value(arguments[key]) for key in sorted(arguments)}
+
+    def _value(self, value: Any) -> Any:
+        return self._objects.get(form := canonical(value)) or json.loads(form)
 
 
 class Replies:
@@ -64,6 +94,11 @@ class Replies:
             reply = self._cache[key] = Reply(str(text), ids[: len(words)].copy(), _objects(str(text)))
         self._cache.move_to_end(key)
         return reply
+
+
+def _find_word(text: str, word: str, start: int) -> int:
+    found = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)").search(text, start)
+    return found.start() if found else -1
 
 
 def _objects(text: str) -> dict[str, dict[str, Any]]:

@@ -87,6 +87,27 @@ def test_a_tool_call_keeps_its_ids_and_the_order_in_which_its_arguments_were_wri
     assert kept.spliced_tokens == len(words)
 
 
+def test_a_tool_call_that_is_not_json_keeps_the_order_of_its_arguments_too(family):
+    tokenizer = family("openers")
+    call = '<tool_call>search<arg>q=spain</arg><arg>deep={"z": 1, "b": 2}</arg><arg>a=</arg></tool_call>'
+    arguments = {"a": "", "deep": '{"z": 1, "b": 2}', "q": "spain"}
+    chat = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "search", "arguments": arguments}}]},
+        {"role": "tool", "content": "madrid"},
+    ]
+    words = spell(tokenizer, f"\n<think></think>\n{call}")
+    assert Renderer(tokenizer).render(chat, generated=[words]).spliced_tokens == len(words)
+    assert "<arg>deep=" in Renderer(tokenizer).render(chat).text.split("<arg>q=")[0]
+
+
+def test_arguments_that_no_reply_shows_are_sorted(chatml):
+    call = {"function": {"name": "search", "arguments": {"q": "x", "a": {"d": 1, "c": 2}}}}
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    replies = [spell(chatml, '{"name": "search", "arguments": {"q": "y", "a": {}}}'), spell(chatml, "search {" * 5)]
+    assert '{"a": {"c": 2, "d": 1}, "q": "x"}' in Renderer(chatml).render(chat, generated=replies).text
+
+
 def test_thinking_that_is_still_shown_is_spliced_and_dropped_thinking_is_not(family):
     tokenizer = family("thinking")
     renderer = Renderer(tokenizer)
