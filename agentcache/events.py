@@ -30,6 +30,7 @@ __all__ = [
     "KVPaused",
     "KVResumed",
     "PromptRevised",
+    "Subscriber",
     "read_events",
 ]
 
