@@ -87,6 +87,7 @@ LIGHT = (
     "agentcache.config",
     "agentcache.environment",
     "agentcache.errors",
+    "agentcache.events",
     "agentcache.quality",
     "agentcache.reply",
     "agentcache.request",
