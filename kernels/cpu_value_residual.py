@@ -1,0 +1,51 @@
+"""`value_residual` on CPU: what 4-bit codes would leave of each token's values, read where they stand."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from agentcache.kernels.cpu_plan import DIM, ESIZE, GROUPS, HEADS
+from agentcache.kernels.cpu_quantize_gather import nibble_word, value_row
+from agentcache.kernels.cpu_simd import float_of, nibble_error8, nibble_error32, squares8, squares32
+
+__all__ = ["residual_items"]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def residual_items(low, high, start, geometry, pages, table, v_cells, out, scratch, like):
+    """Writes e^V of the tokens `[low, high)` from position `start` on.
+
+    Args:
+        low: First token.
+        high: Token after the last.
+        start: Position of token 0.
+        geometry: int64 `[16]`.
+        pages: int64 `[L]`, addresses of the layers' KV tensors.
+        table: int64 page table.
+        v_cells: int64 `[H, B, D]`.
+        out: float32 `[N]`.
+        scratch: uint8 `[D * element size]`.
+        like: An array of the element type.
+    """
+    dim, size, groups = geometry[DIM], geometry[ESIZE], geometry[GROUPS]
+    width = dim // groups
+    for token in range(low, high):
+        error, norm = np.float32(0.0), np.float32(0.0)
+        for layer in range(len(pages)):
+            for head in range(geometry[HEADS]):
+                row = value_row(
+                    geometry, pages[layer], table, v_cells, head, start + token, np.int64(scratch.ctypes.data), like
+                )
+                for g in range(groups):
+                    at = row + g * width * size
+                    word, inverse, zero = nibble_word(at, width, size, like)
+                    scale = float_of(word >> np.int32(4), np.int32(19))
+                    for i in range(width >> 5):
+                        error += nibble_error32(at + 32 * i * size, inverse, zero, scale, like)
+                        norm += squares32(at + 32 * i * size, like)
+                    for i in range(width >> 3 & 3):
+                        part = at + ((width & ~31) + 8 * i) * size
+                        error += nibble_error8(part, inverse, zero, scale, like)
+                        norm += squares8(part, like)
+        out[token] = np.sqrt(error / norm) if norm > 0 else np.float32(0.0)
