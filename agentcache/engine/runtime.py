@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from agentcache.engine.pages import Pages, probe_layout
@@ -133,6 +134,14 @@ class Runtime:
             for start, stop, shift in turns:
                 key[start:stop] = self.rotation.rotate(key[start:stop], shift)
             pages.write(slots, key, value)
+
+    def all_ranks(self, flags: Sequence[bool]) -> list[bool]:
+        """Returns each flag's conjunction over the tensor-parallel ranks: they must run the same segments."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return list(flags)
+        missing = torch.tensor([not flag for flag in flags], dtype=torch.int32, device=self.device)
+        return [count == 0 for count in group.all_reduce(missing).tolist()]
 
     def describe(self) -> dict[str, Any]:
         """Returns what was found, for `doctor` and for benchmark JSON."""

@@ -360,7 +360,7 @@ class SchedulerHalf:
             version_id=params.version,
             namespace=params.namespace,
             group=params.group,
-            parent=state.parent.version_id if state.parent is not None and plan is not None else None,
+            parent=state.parent if plan is not None else None,
             token_ids=np.asarray(request.all_token_ids[:computed], dtype=np.int32),
             computed=computed,
             plan_restore=plan.restore if plan is not None else (),

@@ -108,8 +108,11 @@ class WorkerHalf:
         extents, lost = self._fetch(order.extents)
         try:
             self.runtime.restore(self.store, extents, blocks)
+            written = True
         except Exception:
             logger.exception("agentcache could not restore rows of request %s; they are recomputed", order.request_id)
+            written = False
+        if not self.runtime.all_ranks([written])[0]:
             extents, lost = [], order.extents
         recompute = merge_runs([*order.recompute, *(Run(e.position, e.position + e.length) for e in lost)])
         restored = sum(e.length for e in extents)
@@ -124,10 +127,10 @@ class WorkerHalf:
 
     def _fetch(self, extents: list[LoadExtent]) -> tuple[list[LoadExtent], list[LoadExtent]]:
         """Returns the extents whose objects are there and intact, and the others, which are reported as lost."""
-        good: dict[int, bool] = {}
-        for extent in extents:
-            if extent.object_id not in good:
-                good[extent.object_id] = self.store.intact(extent.object_id)
+        assert self.runtime is not None
+        objects = list(dict.fromkeys(extent.object_id for extent in extents))
+        intact = [self.store.intact(object_id) for object_id in objects]
+        good = dict(zip(objects, self.runtime.all_ranks(intact), strict=True))
         bad = {object_id for object_id, ok in good.items() if not ok}
         if bad:
             logger.warning("%d stored KV objects are lost or corrupt; their rows are recomputed", len(bad))
