@@ -140,7 +140,7 @@ class Runtime:
         group = get_tp_group()
         if group.world_size == 1:
             return list(flags)
-        missing = torch.tensor([not flag for flag in flags], dtype=torch.int32, device=self.device)
+        missing = torch.tensor([float(not flag) for flag in flags], device=self.device)  # CPU sums floats only
         return [count == 0 for count in group.all_reduce(missing).tolist()]
 
     def describe(self) -> dict[str, Any]:
