@@ -7,59 +7,21 @@ the cells are read back. A layout that is not a permutation is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from agentcache.errors import SelfCheckError
+from agentcache.kernels import PageLayout, Strides
 
-__all__ = ["PageLayout", "Pages", "probe_layout"]
+__all__ = ["Pages", "block_axis", "probe_layout"]
 
 _BASE = 100  # digits of the pattern: exact in bfloat16, and never 0, which marks an untouched cell
 _NULL_BLOCK = 0  # vLLM never stores a request's KV there
 
 
-@dataclass(frozen=True)
-class PageLayout:
-    """Storage offsets of the cells of one page, in elements relative to the page's own start.
-
-    Attributes:
-        block_stride: Elements between two pages.
-        k_cells: Offsets of K, int64 `[H, B, D]` (B tokens a block).
-        v_cells: Offsets of V, int64 `[H, B, D]`.
-        k_strides: `(base, head, token, dim)` when K's offsets are affine, else None.
-        v_strides: The same for V.
-    """
-
-    block_stride: int
-    k_cells: torch.Tensor
-    v_cells: torch.Tensor
-    k_strides: tuple[int, int, int, int] | None
-    v_strides: tuple[int, int, int, int] | None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(KV heads, tokens a block, head dim)."""
-        heads, block, dim = self.k_cells.shape
-        return heads, block, dim
-
-
-def _affine(cells: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Returns (base, head, token, dim) strides that reproduce the offsets, or None."""
-    heads, block, dim = cells.shape
-    base = int(cells[0, 0, 0])
-    strides = (
-        int(cells[1, 0, 0]) - base if heads > 1 else 0,
-        int(cells[0, 1, 0]) - base if block > 1 else 0,
-        int(cells[0, 0, 1]) - base if dim > 1 else 0,
-    )
-    h, b, d = (torch.arange(n, device=cells.device) for n in (heads, block, dim))
-    rebuilt = base + h[:, None, None] * strides[0] + b[None, :, None] * strides[1] + d[None, None, :] * strides[2]
-    return (base, *strides) if torch.equal(rebuilt, cells) else None
-
-
-def _block_axis(cache: torch.Tensor, num_blocks: int) -> int:
+def block_axis(cache: torch.Tensor, num_blocks: int) -> int:
+    """Returns the axis of a KV tensor that counts its pages."""
     axes = [i for i, n in enumerate(cache.shape) if n == num_blocks]
     if not axes:
         raise SelfCheckError(f"no axis of the KV cache {tuple(cache.shape)} has {num_blocks} blocks")
@@ -84,7 +46,7 @@ def probe_layout(
     Raises:
         SelfCheckError: The written cells are no permutation of the rows.
     """
-    axis = _block_axis(cache, num_blocks)
+    axis = block_axis(cache, num_blocks)
     page = cache.select(axis, _NULL_BLOCK)
     shape = (block_size, num_kv_heads, head_dim)
     total = block_size * num_kv_heads * head_dim
@@ -130,7 +92,7 @@ def probe_layout(
         table[order] = offsets.flatten()[where]
         cells.append(table.view(shape).permute(1, 0, 2).contiguous())
     page.zero_()
-    return PageLayout(cache.stride(axis), cells[0], cells[1], _affine(cells[0]), _affine(cells[1]))
+    return PageLayout.from_cells(cache.stride(axis), *cells)
 
 
 class Pages:
@@ -150,7 +112,7 @@ class Pages:
         self._k = self._view(layout.k_strides, num_blocks)
         self._v = self._view(layout.v_strides, num_blocks)
 
-    def _view(self, strides: tuple[int, int, int, int] | None, num_blocks: int) -> torch.Tensor | None:
+    def _view(self, strides: Strides | None, num_blocks: int) -> torch.Tensor | None:
         """Returns the rows as a `[num_blocks, B, H, D]` view without a copy, when the layout is affine."""
         if strides is None:
             return None
@@ -159,7 +121,7 @@ class Pages:
         return torch.as_strided(
             self.cache,
             (num_blocks, block, heads, dim),
-            (self.layout.block_stride, token, head, element),
+            (self.layout.page_stride, token, head, element),
             self.cache.storage_offset() + base,
         )
 
@@ -183,7 +145,7 @@ class Pages:
 
     def _gather(self, ids: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """Returns the rows of whole pages `[n, B, H, D]` through the permutation table."""
-        offsets = cells.permute(1, 0, 2)[None] + ids[:, None, None, None] * self.layout.block_stride
+        offsets = cells.to(ids.device).permute(1, 0, 2)[None] + ids[:, None, None, None] * self.layout.page_stride
         storage = torch.as_strided(
             self.cache, (self.cache.untyped_storage().nbytes() // self.cache.element_size(),), (1,), 0
         )

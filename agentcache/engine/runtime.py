@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,11 +10,12 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from agentcache.engine.pages import Pages, probe_layout
+from agentcache.engine.pages import Pages, block_axis, probe_layout
 from agentcache.engine.rotary import KeyRotation, build_rotation
 from agentcache.engine.segments import SegmentForward
 from agentcache.engine.vllm_compat import attention_layers, rotary_modules
 from agentcache.errors import SelfCheckError
+from agentcache.kernels import Kernels, PackedRun, PageLayout, Piece, Source
 from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 
@@ -49,23 +49,36 @@ class Runtime:
         first = layers[self.layer_names[0]]
         self.dtype: torch.dtype = first.kv_cache.dtype
         self.heads, self.head_dim = int(spec.num_kv_heads), int(spec.head_size)
-        self.pages = [self._pages(layers[name], kv_cache_config.num_blocks) for name in self.layer_names]
+        blocks = int(kv_cache_config.num_blocks)
+        self.caches: list[torch.Tensor] = [layers[name].kv_cache for name in self.layer_names]
+        self._block_axis = block_axis(self.caches[0], blocks)
+        layout = self._layout(layers, blocks)
+        self.pages = [Pages(layers[name], layers[name].kv_cache, layout, blocks) for name in self.layer_names]
         self.rotation = self._rotation(model, vllm_config.model_config.dtype)
         self.segments = SegmentForward(model, vllm_config, self.layer_names, spec, first.get_attn_backend(), device)
+        self.kernels = Kernels(layout, layers=len(self.pages), dtype=self.dtype, rotation=self.rotation, device=device)
         self.row_bytes = len(self.pages) * 2 * self.heads * self.head_dim * self.dtype.itemsize
         self._prove_rows()
 
-    def _pages(self, layer: Any, num_blocks: int) -> Pages:
-        cache = layer.kv_cache
-        layout = probe_layout(
-            layer,
-            cache,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            num_kv_heads=self.heads,
-            head_dim=self.head_dim,
-        )
-        return Pages(layer, cache, layout, num_blocks)
+    def _layout(self, layers: dict[str, Any], num_blocks: int) -> PageLayout:
+        """Returns the one page layout of all layers."""
+        found = [
+            probe_layout(
+                layer,
+                layer.kv_cache,
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                num_kv_heads=self.heads,
+                head_dim=self.head_dim,
+            )
+            for layer in layers.values()
+        ]
+        first = found[0]
+        for name, other in zip(layers, found, strict=True):
+            same = torch.equal(first.k_cells, other.k_cells) and torch.equal(first.v_cells, other.v_cells)
+            if not same or first.page_stride != other.page_stride:
+                raise SelfCheckError(f"the pages of {name} are laid out differently from those of {next(iter(layers))}")
+        return first
 
     def _rotation(self, model: torch.nn.Module, dtype: torch.dtype) -> KeyRotation:
         """Returns the model's one key rotation, proved on its own modules."""
@@ -81,25 +94,48 @@ class Runtime:
         return rotations[0]
 
     def _prove_rows(self) -> None:
-        """Writes rows at unaligned slots of the null block and reads them back; raises when they differ."""
+        """Compares, in the null block, the fused kernels with the backend's own writer bit by bit; raises when they differ."""
         generator = torch.Generator().manual_seed(0)
-        shape = (self.block_size - 3, self.heads, self.head_dim)
+        count, shift = self.block_size - 3, 7
+        shape = (count, self.heads, self.head_dim)
         key, value = (torch.randn(shape, generator=generator).to(self.dtype).to(self.device) for _ in range(2))
-        slots = torch.arange(1, self.block_size - 2, device=self.device)
-        null = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for name, pages in zip(self.layer_names, self.pages, strict=True):
-            pages.write(slots, key, value)
-            got = pages.read(null, 1, self.block_size - 2)
-            if not (torch.equal(got[0], key) and torch.equal(got[1], value)):
-                raise SelfCheckError(f"rows written to the pages of {name} are not those that are read back")
+        slots = torch.arange(1, 1 + count, device=self.device)
+        null = torch.zeros(1, dtype=torch.int64)
 
-    def gather(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Returns the rows `[start, stop)` of all layers on the host, `[L, 2, T, H, D]`, bit-identical to the pages."""
-        rows = torch.empty((len(self.pages), 2, stop - start, self.heads, self.head_dim), dtype=self.dtype)
-        blocks = block_ids.to(self.device)
-        for layer, pages in enumerate(self.pages):
-            rows[layer, 0], rows[layer, 1] = pages.read(blocks, start, stop)
-        return rows
+        def differ(key: torch.Tensor, what: str) -> None:
+            for name, pages in zip(self.layer_names, self.pages, strict=True):
+                got_key, got_value = pages.read(null.to(self.device), 1, 1 + count)
+                if not (torch.equal(got_key, key) and torch.equal(got_value, value)):
+                    raise SelfCheckError(f"{what} in the pages of {name} are not those that the backend writes")
+
+        for pages in self.pages:
+            pages.write(slots, key, value)
+        differ(key, "rows that are read")
+        store = PayloadStore()
+        store.put(0, self.gather(null, 1, 1 + count))
+        for turn in (0, shift):
+            for cache in self.caches:
+                torch.select(cache, self._block_axis, 0).zero_()
+            self.restore(store, [LoadExtent(0, 0, count, 1, turn)], null)
+            differ(self.rotation.rotate(key, turn), f"rows restored with a shift of {turn}")
+        for cache in self.caches:
+            torch.select(cache, self._block_axis, 0).zero_()
+
+    def rows(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Returns the rows `[start, stop)` of all layers as the backend's own layout has them, `[L, 2, T, H, D]`."""
+        return torch.stack([torch.stack(pages.read(block_ids.to(self.device), start, stop)) for pages in self.pages])
+
+    def gather(self, block_ids: torch.Tensor, start: int, stop: int, tag: str = "exact") -> PackedRun:
+        """Returns the rows `[start, stop)` of all layers packed on the host; `exact` is bit-identical to the pages.
+
+        Args:
+            block_ids: int64 block table of the request.
+            start: First row.
+            stop: Row after the last.
+            tag: Precision, see `kernels.Tag`.
+        """
+        (run,) = self.kernels.quantize_gather(self.caches, block_ids, [Source(start, stop - start, tag)])
+        return PackedRun(run.tag, run.tokens, run.data.cpu())
 
     def restore(self, store: PayloadStore, extents: Sequence[LoadExtent], block_ids: torch.Tensor) -> None:
         """Writes stored rows into a request's pages, keys rotated from their source position.
@@ -109,31 +145,15 @@ class Runtime:
             extents: Rows to write.
             block_ids: int64 block table of the request.
         """
-        if not extents:
-            return
-        ordered = sorted(extents, key=lambda e: e.shift)
-        sources = []
-        for extent in ordered:
-            rows = store.get(extent.object_id)
-            assert rows is not None
-            sources.append(rows[:, :, extent.offset : extent.offset + extent.length])
-        positions = torch.cat([torch.arange(e.position, e.position + e.length) for e in ordered])
-        slots = (block_ids[positions // self.block_size] * self.block_size + positions % self.block_size).to(
-            self.device
-        )
-        turns = []
-        at = 0
-        for shift, same in groupby(ordered, key=lambda e: e.shift):
-            length = sum(e.length for e in same)
-            if shift:
-                turns.append((at, at + length, shift))
-            at += length
-        for layer, pages in enumerate(self.pages):
-            key = torch.cat([rows[layer, 0] for rows in sources]).to(self.device)
-            value = torch.cat([rows[layer, 1] for rows in sources]).to(self.device)
-            for start, stop, shift in turns:
-                key[start:stop] = self.rotation.rotate(key[start:stop], shift)
-            pages.write(slots, key, value)
+        runs: dict[int, PackedRun] = {}
+        for extent in extents:
+            if extent.object_id not in runs:
+                run = store.get(extent.object_id)
+                assert run is not None, f"object {extent.object_id} was checked and is gone"
+                runs[extent.object_id] = PackedRun(run.tag, run.tokens, run.data.to(self.device))
+        pieces = [Piece(runs[e.object_id], e.offset, e.length, e.position, e.shift) for e in extents]
+        if pieces:
+            self.kernels.dequantize_scatter(pieces, self.caches, block_ids)
 
     def all_ranks(self, flags: Sequence[bool]) -> list[bool]:
         """Returns each flag's conjunction over the tensor-parallel ranks: they must run the same segments."""
@@ -157,6 +177,7 @@ class Runtime:
             "dtype": str(self.dtype).removeprefix("torch."),
             "key_layout": "strided" if layout.k_strides else "packed",
             "value_layout": "strided" if layout.v_strides else "packed",
+            "kernels": self.kernels.implementation,
             "rotary": f"{'interleaved' if self.rotation.interleaved else 'half-split'}, {self.rotation.rotary_dim} of {self.head_dim} dims",
             "row_bytes": self.row_bytes,
             "threads": torch.get_num_threads(),

@@ -74,7 +74,7 @@ def check_recovery(
 
     fresh_table, fresh_logits = prefill(new_ids)
     old_table, _ = prefill(old_ids)
-    fresh = runtime.gather(fresh_table, 0, len(new_ids))
+    fresh = runtime.rows(fresh_table, 0, len(new_ids))
     store.put(0, runtime.gather(old_table, 0, len(old_ids)))
     start, shift = len(new_ids) - suffix, len(new_ids) - len(old_ids)
     extents = [
@@ -89,7 +89,7 @@ def check_recovery(
         for batch in runtime.segments.batches(Segment(new_ids, table, a, b) for a, b in runs):
             hidden = runtime.segments.forward(batch)
         assert hidden is not None
-        return runtime.gather(table, 0, len(new_ids)), model.compute_logits(hidden[-1:])
+        return runtime.rows(table, 0, len(new_ids)), model.compute_logits(hidden[-1:])
 
     small = [Run(a, min(a + _RUN, len(new_ids))) for a in range(prefix, len(new_ids), _RUN)]
     rows, logits = recovered(small)
