@@ -1,0 +1,1 @@
+"""Tiers of the checkpoint store: memory, disk, Redis, and one over another. No torch, no vLLM."""
