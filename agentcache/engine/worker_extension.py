@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 from agentcache.engine.connector import AgentCacheConnector
 from agentcache.engine.runtime import Runtime
+from agentcache.engine.selfcheck import check_recovery
 from agentcache.engine.worker_half import WorkerHalf
 from agentcache.errors import AgentCacheError
 
@@ -36,6 +37,15 @@ class WorkerExtension:
             return {"ok": False, "reasons": [str(error)]}
         half.attach(runtime)
         return {"ok": True, "reasons": [], **runtime.describe()}
+
+    def agentcache_check(self, old_ids: list[int], new_ids: list[int], prefix: int, suffix: int) -> dict[str, float]:
+        """Returns the errors of a recovery against a full prefill, see `selfcheck`; the engine must be idle."""
+        runtime = self._agentcache_half().runtime
+        if runtime is None:
+            raise RuntimeError("call agentcache_attach first")
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        blocks = int(runner.kv_cache_config.num_blocks)
+        return check_recovery(runtime, runner.get_model(), blocks, old_ids, new_ids, prefix, suffix)
 
     def agentcache_report(self, namespace: str, version: str) -> dict[str, Any] | None:
         """Returns the report of a version so far, or None when it is not known here."""
