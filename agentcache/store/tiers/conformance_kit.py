@@ -12,7 +12,7 @@ from agentcache.store.tiers.base import KVStore
 from agentcache.store.tiers.manifest import Manifest, ObjectEntry, StoredExtent, new_key
 from agentcache.store.tiers.outcomes import Blob, Lost, Refused, Stored
 
-__all__ = ["FINGERPRINT", "Backend", "Material", "expect", "found", "refused", "used_bytes"]
+__all__ = ["FINGERPRINT", "Backend", "Material", "expect", "found", "refused", "same_version", "used_bytes"]
 
 FINGERPRINT = {"model": "m", "dtype": "bfloat16", "rotary": "r", "tp": "2"}
 
@@ -160,6 +160,13 @@ def refused(made: object, *kinds: str) -> None:
     expect(bool(made.reason), "a refusal without a reason")
 
 
+def same_version(one: Manifest, other: Manifest) -> bool:
+    """Whether two manifests say the same, wherever the payloads lie and whenever they were stored."""
+    plain = [m.with_objects(entry._replace(place="") for entry in m.objects) for m in (one, other)]
+    return plain[0] == plain[1]
+
+
 def used_bytes(store: KVStore) -> int:
-    """Returns what all tiers use."""
+    """Returns what all tiers use when nothing is queued."""
+    store.flush()
     return sum(stats["used_bytes"] for stats in store.stats())

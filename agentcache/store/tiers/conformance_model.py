@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from agentcache.store.tiers.base import HINT_USES, KVStore
-from agentcache.store.tiers.conformance_kit import Backend, Material, expect
+from agentcache.store.tiers.conformance_kit import Backend, Material, expect, same_version
 from agentcache.store.tiers.manifest import Manifest, ObjectEntry
 from agentcache.store.tiers.outcomes import Lost, Miss, Refused
 
@@ -133,7 +133,7 @@ class _Histories(RuleBasedStateMachine):
             if (namespace, version) in self.versions:
                 kind = "exists"
             elif not {entry.key for entry in shared} <= self.stored():
-                kind = "invalid"
+                kind = "gone"
             else:
                 self.saves.append(save)
                 if not self.evict():
@@ -206,7 +206,7 @@ class _Histories(RuleBasedStateMachine):
         if isinstance(made, Miss):
             expect(known is None or not self.place.predictable, f"{key} is not found")
         else:
-            expect(known is not None and _same(made, known.manifest), f"{key} is {made}")
+            expect(known is not None and same_version(made, known.manifest), f"{key} is {made}")
             assert known is not None
             known.score = max(known.score, self.tick())
 
@@ -250,6 +250,7 @@ class _Histories(RuleBasedStateMachine):
         if not self.handles:
             return
         for handle in self.handles:
+            handle.flush()
             handle.check_integrity()
             listed = handle.versions()
             assert not isinstance(listed, Refused), listed
@@ -278,7 +279,3 @@ class _Histories(RuleBasedStateMachine):
                             whole = blob.tobytes() == self.material.blobs[key, rank].tobytes()
                             expect(whole, f"object {key} reads other bytes")
                             expect(key in kept or not self.place.predictable, f"object {key} should be gone")
-
-
-def _same(one: Manifest, other: Manifest) -> bool:
-    return one.model_dump(exclude={"sequence"}) == other.model_dump(exclude={"sequence"})

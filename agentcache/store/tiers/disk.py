@@ -18,7 +18,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from agentcache.errors import ConfigError
-from agentcache.store.tiers.base import Claimed, KVStore, Observer, Sizes
+from agentcache.store.tiers.base import Observer
 from agentcache.store.tiers.catalog import Catalog, Draft, Place
 from agentcache.store.tiers.disk_upkeep import collect_folder, free_payloads, verify_folder
 from agentcache.store.tiers.files import Files
@@ -27,6 +27,7 @@ from agentcache.store.tiers.ledger import inherited_fault
 from agentcache.store.tiers.manifest import Manifest, ObjectEntry, Part, version_name
 from agentcache.store.tiers.outcomes import Blob, GcReport, Lost, Miss, Refused, VerifyReport, VersionInfo
 from agentcache.store.tiers.rank_files import RankWriters, move_payloads, place_objects, read_draft
+from agentcache.store.tiers.tier import Claimed, Sizes, Tier
 
 __all__ = ["DiskStore"]
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class DiskStore(KVStore):
+class DiskStore(Tier):
     """Manifests and safetensors files in a folder. Several handles, of several processes, may be open at once.
 
     The budget bounds payloads and manifests; the file system's rounding (under 8 KiB a save and rank) comes on top.
@@ -45,8 +46,8 @@ class DiskStore(KVStore):
         policy: Name of the eviction policy, see `ledger.POLICIES`.
         fsync: See `Files`.
         lock_timeout_s: How long a save may wait for another process's before it is refused.
-        fingerprint: See `KVStore`.
-        observer: See `KVStore`.
+        fingerprint: See `Tier`.
+        observer: See `Tier`.
         files: What changes the file system, for tests.
 
     Raises:
@@ -71,8 +72,8 @@ class DiskStore(KVStore):
         files: Files | None = None,
     ) -> None:
         super().__init__(budget_bytes, fingerprint=fingerprint, observer=observer)
-        if lock_timeout_s < 0:
-            raise ConfigError(f"lock_timeout_s={lock_timeout_s} is not allowed; give 0 or more seconds")
+        if not 0 <= lock_timeout_s <= 3600:
+            raise ConfigError(f"lock_timeout_s={lock_timeout_s} is not allowed; give 0 to 3600 seconds")
         self.lock_timeout_s = lock_timeout_s
         self._files = files or Files(fsync)
         self._folder = Folder(Path(folder), self._files)
@@ -280,6 +281,18 @@ class DiskStore(KVStore):
         except OSError as error:
             return _unavailable(error)
         return tuple(sorted(found, key=lambda info: info.sequence))
+
+    def has(self, namespace: str, version: str) -> bool:
+        """See `KVStore`."""
+        name = version_name(namespace, version)
+        try:
+            with self._lock:
+                if name not in self._catalog.files:
+                    self._catalog.refresh()
+                return name in self._catalog.files
+        except OSError as error:
+            logger.warning("it cannot be told whether a version is stored: %s", error)
+            return False
 
     def holds(self, keys: Collection[str]) -> frozenset[str]:
         """See `KVStore`."""

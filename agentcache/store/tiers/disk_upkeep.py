@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
-from agentcache.store.tiers.base import Claimed
 from agentcache.store.tiers.catalog import Catalog, Place
 from agentcache.store.tiers.folder import Folder
 from agentcache.store.tiers.manifest import ObjectEntry, payload_checksum
 from agentcache.store.tiers.outcomes import GcReport, Lost, Refused, VerifyReport
 from agentcache.store.tiers.payload_file import read_header
+from agentcache.store.tiers.tier import Claimed
 
 __all__ = ["collect_folder", "free_payloads", "verify_folder"]
 

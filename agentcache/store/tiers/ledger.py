@@ -223,7 +223,7 @@ def inherited_fault(manifest: Manifest, records: dict[str, Record]) -> Refused |
             if record is not None:
                 return Refused(f"object {entry.key} is stored already; keys are used once", "invalid")
         elif record is None or record.namespace != manifest.namespace:
-            return Refused(f"object {entry.key}, which it shares, is not stored any more", "invalid")
+            return Refused(f"object {entry.key}, which it shares, is not stored any more", "gone")
         elif record.entry._replace(place="") != entry._replace(place=""):
             return Refused(f"object {entry.key}, which it shares, is stored with other contents", "invalid")
     return None

@@ -5,19 +5,16 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Collection, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple
 
-from agentcache.store.tiers.base import Claimed, KVStore, Observer, Sizes
+from agentcache.store.tiers.base import Observer
 from agentcache.store.tiers.ledger import Holder, Ledger, inherited_fault
 from agentcache.store.tiers.manifest import Manifest, Part, payload_checksum, version_name
 from agentcache.store.tiers.outcomes import Blob, GcReport, Lost, Miss, Refused, VerifyReport, VersionInfo
+from agentcache.store.tiers.tier import Claimed, Sizes, Tier
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryStore", "Pin"]
 
 
 @dataclass(slots=True, eq=False)
@@ -28,14 +25,21 @@ class _Save:
     put: dict[tuple[str, int], tuple[Blob, Part]] = field(default_factory=dict)
 
 
-class MemoryStore(KVStore):
+class Pin(NamedTuple):
+    """A version that is kept for a while; see `MemoryStore.pin`."""
+
+    manifest: Manifest
+    holder: Holder
+
+
+class MemoryStore(Tier):
     """Keeps blobs as they are put. One process, all ranks in it; nothing survives it.
 
     Args:
         budget_bytes: Most bytes of payloads, manifests and reservations.
         policy: Name of the eviction policy, see `ledger.POLICIES`.
-        fingerprint: See `KVStore`.
-        observer: See `KVStore`.
+        fingerprint: See `Tier`.
+        observer: See `Tier`.
 
     Raises:
         ConfigError: The policy is unknown.
@@ -54,7 +58,8 @@ class MemoryStore(KVStore):
         observer: Observer | None = None,
     ) -> None:
         super().__init__(budget_bytes, fingerprint=fingerprint, observer=observer)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held by whoever must see one state over several calls."""
         self._ledger = Ledger(policy)
         self._saves: dict[str, _Save] = {}
         self._blobs: dict[tuple[str, int], Blob] = {}
@@ -62,7 +67,7 @@ class MemoryStore(KVStore):
         self._evictions = 0
 
     def _prepare(self, manifest: Manifest, reserve_bytes: int) -> str | Refused:
-        with self._lock:
+        with self.lock:
             if manifest.name in self._ledger.holders:
                 return Refused(f"version {manifest.version!r} exists already", "exists")
             fault = inherited_fault(manifest, self._ledger.records)
@@ -87,7 +92,7 @@ class MemoryStore(KVStore):
             return ticket
 
     def _put(self, ticket: str, key: str, rank: int, blob: Blob, checksum: str) -> Refused | None:
-        with self._lock:
+        with self.lock:
             save = self._saves.get(ticket)
             if save is None:
                 return Refused("there is no such open save", "invalid")
@@ -104,7 +109,7 @@ class MemoryStore(KVStore):
             return None
 
     def _complete(self, ticket: str) -> Manifest | Refused:
-        with self._lock:
+        with self.lock:
             save = self._saves.get(ticket)
             if save is None:
                 return Refused("there is no such open save", "invalid")
@@ -135,12 +140,12 @@ class MemoryStore(KVStore):
             return sealed
 
     def _abort(self, ticket: str) -> None:
-        with self._lock:
+        with self.lock:
             if self._saves.pop(ticket, None) is not None:
                 self._remove(ticket)
 
     def _find(self, namespace: str, version: str) -> Manifest | Miss | Refused:
-        with self._lock:
+        with self.lock:
             holder = self._ledger.holders.get(version_name(namespace, version))
             if holder is None:
                 return Miss()
@@ -150,7 +155,7 @@ class MemoryStore(KVStore):
 
     def _fetch(self, keys: Collection[str], rank: int) -> Mapping[str, Claimed | Lost]:
         out: dict[str, Claimed | Lost] = {}
-        with self._lock:
+        with self.lock:
             for key in keys:
                 blob, record = self._blobs.get((key, rank)), self._ledger.records.get(key)
                 if blob is not None and record is not None:
@@ -158,50 +163,60 @@ class MemoryStore(KVStore):
         return out
 
     def _hint(self, namespace: str, version: str, uses: int) -> bool:
-        with self._lock:
+        with self.lock:
             holder = self._ledger.holders.get(version_name(namespace, version))
             if holder is not None:
                 holder.score = self._tick() + uses
             return holder is not None
 
     def _delete(self, namespace: str, version: str) -> bool | Refused:
-        with self._lock:
+        with self.lock:
             name = version_name(namespace, version)
             if name not in self._ledger.holders:
                 return False
             self._remove(name)
             return True
 
-    @contextmanager
-    def pinned(self, namespace: str, version: str) -> Iterator[Manifest | None]:
-        """Keeps a version from eviction inside the block; gives its manifest, or None when it is not here."""
-        name = version_name(namespace, version)
-        with self._lock:
-            holder = self._ledger.holders.get(name)
-            if holder is not None:
-                self._ledger.pin(holder)
-        try:
-            yield None if holder is None else holder.what
-        finally:
-            with self._lock:
-                if holder is not None and self._ledger.holders.get(name) is holder:
-                    self._ledger.unpin(holder)
+    def pin(self, namespace: str, version: str) -> Pin | None:
+        """Keeps a version from eviction until `unpin`, though not from `delete`; None when it is not here."""
+        with self.lock:
+            holder = self._ledger.holders.get(version_name(namespace, version))
+            if holder is None:
+                return None
+            self._ledger.pin(holder)
+            return Pin(holder.what, holder)
+
+    def unpin(self, pin: Pin) -> None:
+        """Takes back a pin."""
+        with self.lock:
+            if self.is_here(pin):
+                self._ledger.unpin(pin.holder)
+
+    def is_here(self, pin: Pin) -> bool:
+        """Whether a pinned version was not deleted."""
+        with self.lock:
+            return self._ledger.holders.get(pin.holder.name) is pin.holder
 
     def versions(self, namespace: str | None = None) -> tuple[VersionInfo, ...] | Refused:
         """See `KVStore`."""
-        with self._lock:
+        with self.lock:
             found = [h.what.info() for h in self._ledger.holders.values() if isinstance(h.what, Manifest)]
         wanted = [info for info in found if namespace is None or info.namespace == namespace]
         return tuple(sorted(wanted, key=lambda info: info.sequence))
 
+    def has(self, namespace: str, version: str) -> bool:
+        """See `KVStore`."""
+        with self.lock:
+            return version_name(namespace, version) in self._ledger.holders
+
     def holds(self, keys: Collection[str]) -> frozenset[str]:
         """See `KVStore`."""
-        with self._lock:
+        with self.lock:
             return frozenset(key for key in keys if key in self._ledger.records)
 
     def verify(self) -> VerifyReport | Refused:
         """See `KVStore`."""
-        with self._lock:
+        with self.lock:
             versions = sum(isinstance(holder.what, Manifest) for holder in self._ledger.holders.values())
             records = {key: record.entry for key, record in self._ledger.records.items()}
             blobs = dict(self._blobs)
@@ -218,7 +233,7 @@ class MemoryStore(KVStore):
 
     def check_integrity(self) -> None:
         """See `KVStore`."""
-        with self._lock:
+        with self.lock:
             self._ledger.check_integrity()
             expected = {(k, rank) for k, r in self._ledger.records.items() for rank in range(len(r.entry.parts))}
             assert expected == set(self._blobs), "payloads and records differ"
@@ -227,13 +242,13 @@ class MemoryStore(KVStore):
 
     def close(self) -> None:
         """Forgets everything."""
-        with self._lock:
+        with self.lock:
             for name in [*self._ledger.holders]:
                 self._remove(name)
             self._saves.clear()
 
     def _sizes(self) -> Sizes:
-        with self._lock:
+        with self.lock:
             reserved = sum(h.own_bytes for h in self._ledger.holders.values() if h.what is None)
             versions = len(self._ledger.holders) - len(self._saves)
             tags = dict(self._ledger.bytes_by_tag)

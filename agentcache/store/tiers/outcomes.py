@@ -32,13 +32,13 @@ class Refused:
 
     Attributes:
         reason: One clause, for the request's report.
-        kind: `full` the budget does not hold it; `exists` a version is created once; `foreign` another model, dtype,
-            rotary or format; `corrupt` the manifest was damaged; `invalid` the call does not fit the save;
-            `unavailable` the disk or the server failed.
+        kind: `full` the budget does not hold it; `exists` a version is created once; `gone` an object that it shares is not
+            stored any more; `foreign` another model, dtype, rotary or format; `corrupt` the manifest was damaged;
+            `invalid` the call does not fit the save; `unavailable` the disk or the server failed.
     """
 
     reason: str
-    kind: Literal["full", "exists", "foreign", "corrupt", "invalid", "unavailable"]
+    kind: Literal["full", "exists", "gone", "foreign", "corrupt", "invalid", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import redis
 
 from agentcache.store.tiers.base import KVStore
 from agentcache.store.tiers.conformance import Backend
 from agentcache.store.tiers.disk import DiskStore
 from agentcache.store.tiers.files import Files
 from agentcache.store.tiers.memory import MemoryStore
+from agentcache.store.tiers.redis import RedisStore
+from agentcache.store.tiers.tiered import TieredStore
+from tests.store.tiers.redis_process import RedisProcess
 
 
 class MemoryBackend(Backend):
@@ -75,6 +80,69 @@ class DiskBackend(Backend):
 
     def close(self) -> None:
         shutil.rmtree(self.folder)
+
+
+class RedisBackend(Backend):
+    """A store on a server; its failures are those of a proxy whose server is gone."""
+
+    def __init__(self, server: RedisProcess) -> None:
+        self.server = server
+        self.client = redis.Redis(port=server.port)
+        server.flush()
+
+    def open(self, budget_bytes: int = 1 << 30, fingerprint: Mapping[str, str] | None = None) -> KVStore:
+        return RedisStore(self.server.url, budget_bytes, fingerprint=fingerprint, retry_s=0)
+
+    def damage(self, store: KVStore, key: str, rank: int) -> None:
+        [name] = self.client.keys(f"*b:{key}:{rank}")
+        blob = bytearray(self.client.hget(name, "b"))
+        blob[7] ^= 4
+        self.client.hset(name, "b", bytes(blob))
+
+    def failures(self) -> Sequence[Callable[[], AbstractContextManager[object]]]:
+        return [self.out_of_memory, self.without_password]
+
+    @contextmanager
+    def out_of_memory(self) -> Any:
+        self.client.config_set("maxmemory", "1")
+        try:
+            yield
+        finally:
+            self.client.config_set("maxmemory", "0")
+
+    @contextmanager
+    def without_password(self) -> Any:
+        self.client.config_set("requirepass", "other")
+        self.client.client_kill_filter(skipme=True, _type="normal")
+        try:
+            yield
+        finally:
+            self.client.config_set("requirepass", "")
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class TieredBackend(Backend):
+    """Memory over a back end."""
+
+    predictable = False
+
+    def __init__(self, lower: Backend, mode: Literal["through", "behind"]) -> None:
+        self.lower = lower
+        self.mode = mode
+
+    def open(self, budget_bytes: int = 1 << 30, fingerprint: Mapping[str, str] | None = None) -> KVStore:
+        upper = MemoryStore(budget_bytes, fingerprint=fingerprint)
+        return TieredStore(upper, self.lower.open(budget_bytes, fingerprint), mode=self.mode)
+
+    def damage(self, store: KVStore, key: str, rank: int) -> None:
+        assert isinstance(store, TieredStore)
+        store.upper._blobs[key, rank][7] ^= 4
+        self.lower.damage(store.lower, key, rank)
+
+    def close(self) -> None:
+        self.lower.close()
 
 
 def flip(path: Path, at: int, bit: int = 4) -> None:
