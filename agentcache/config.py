@@ -21,6 +21,8 @@ class ConnectorConfig(BaseModel):
             between steps. None: the engine's own `max_num_batched_tokens`.
         save_tokens_per_step: Most rows that are gathered in one engine step while other requests run.
         verify_checksums: Whether each block's checksum is compared when it is restored.
+        precision: How KV rows are stored: `exact` (bit by bit), `k8v8` or `k8v4` (quantised: what is restored from them is
+            approximate, also in the prefix), or a format for comparison, see `docs/checkpoint-format.md`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,6 +31,7 @@ class ConnectorConfig(BaseModel):
     recompute_tokens_per_step: int | None = Field(default=None, ge=1)
     save_tokens_per_step: int = Field(default=512, ge=1)
     verify_checksums: bool = True
+    precision: str = Field(default="exact", min_length=1, max_length=32)
 
 
 class CacheConfig(BaseModel):
@@ -83,6 +86,7 @@ class CacheConfig(BaseModel):
             return cls(**settings)
         except ValidationError as error:
             lines = [
-                f"{'.'.join(str(p) for p in e['loc']) or 'settings'}={e.get('input')!r}: {e['msg']}" for e in error.errors()
+                f"{'.'.join(str(p) for p in e['loc']) or 'settings'}={e.get('input')!r}: {e['msg']}"
+                for e in error.errors()
             ]
             raise ConfigError("these settings are not allowed:\n  " + "\n  ".join(lines)) from error

@@ -26,6 +26,7 @@ from agentcache.engine.scheduler_half import SchedulerHalf
 from agentcache.engine.support import check_config, check_kv_cache_config
 from agentcache.engine.worker_half import WorkerHalf
 from agentcache.errors import ConfigError, UnsupportedModelError
+from agentcache.kernels import COMPARISON, Tag
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +55,9 @@ class AgentCacheConnector(KVConnectorBase_V1):
             config = ConnectorConfig.model_validate(extra)
         except ValidationError as error:
             raise ConfigError(f"kv_connector_extra_config is not allowed: {error}") from error
+        known = [*Tag, *COMPARISON]
+        if config.precision not in known:
+            raise ConfigError(f"precision={config.precision!r} is not allowed; choose one of {', '.join(known)}")
         self.worker: WorkerHalf | None = None
         self.scheduler: SchedulerHalf | None = None
         if role == KVConnectorRole.WORKER:
@@ -67,7 +71,12 @@ class AgentCacheConnector(KVConnectorBase_V1):
                 block_size=int(getattr(kv_cache_config, "hash_block_size", None) or spec.block_size),
                 bytes_per_token=spec.page_size_bytes // spec.block_size * layers * ranks,
                 max_step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+                local_hit=self._local_hit,
             )
+
+    def _local_hit(self, request: Request) -> int:
+        assert self._kv_cache_manager is not None
+        return int(self._kv_cache_manager.get_computed_blocks(request)[1])
 
     @property
     def requires_kv_delivery(self) -> bool:

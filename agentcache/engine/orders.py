@@ -9,13 +9,14 @@ scheduler half <--StepReport-- worker half (aggregated)      what was done, what
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from agentcache.store.extents import LoadExtent, NewObject
 from agentcache.types import Run
 
-__all__ = ["LoadOrder", "LoadReport", "SaveOrder", "StepOrders", "StepReport"]
+__all__ = ["LoadOrder", "LoadReport", "SaveOrder", "StepOrders", "StepReport", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +100,29 @@ class LoadReport:
         )
 
 
+class Stored(NamedTuple):
+    """What became of a new object: its payload's bytes over all ranks, and whether it holds the rows bit by bit."""
+
+    size_bytes: int
+    lossless: bool
+
+
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
     """What one step did, over all ranks after aggregation.
 
     Attributes:
-        attached: Whether the worker half has the model and has proved its claims.
         loads: By request id.
         saved: Requests whose objects are stored.
+        stored: Those objects.
         unsaved: Requests whose gather failed.
         lost: Objects that are absent or whose checksum does not match.
         failed: Requests whose load raised: their blocks are not to be trusted.
     """
 
-    attached: bool = False
     loads: dict[str, LoadReport] = field(default_factory=dict)
     saved: set[str] = field(default_factory=set)
+    stored: dict[int, Stored] = field(default_factory=dict)
     unsaved: set[str] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -125,10 +133,14 @@ class StepReport(KVConnectorWorkerMetadata):
         loads = dict(self.loads)
         for request_id, report in other.loads.items():
             loads[request_id] = loads[request_id].worst(report) if request_id in loads else report
+        stored = dict(self.stored)
+        for object_id, (size, lossless) in other.stored.items():
+            mine = stored.get(object_id, Stored(0, True))
+            stored[object_id] = Stored(mine.size_bytes + size, mine.lossless and lossless)
         return StepReport(
-            attached=self.attached and other.attached,
             loads=loads,
             saved=self.saved & other.saved,
+            stored=stored,
             unsaved=self.unsaved | other.unsaved,
             lost=self.lost | other.lost,
             failed=self.failed | other.failed,

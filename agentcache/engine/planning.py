@@ -68,7 +68,7 @@ def _checked_diff(token_ids: np.ndarray[Any, Any], parent: Version, params: Resu
 
 
 def plan_request(
-    prompt: Sequence[int], parent: Version, params: ResumeParams
+    prompt: Sequence[int], parent: Version, params: ResumeParams, exact_end: int
 ) -> tuple[RecoveryPlan | None, int, str | None]:
     """Returns the plan of a resume and |P|, or None and the reason.
 
@@ -76,6 +76,7 @@ def plan_request(
         prompt: The new prompt's ids.
         parent: The checkpoint to reuse.
         params: What the caller asked for.
+        exact_end: Leading rows of the parent that can be had exactly.
     """
     token_ids = np.asarray(prompt, dtype=np.int32)
     try:
@@ -87,7 +88,7 @@ def plan_request(
         made = plan(
             policy,
             PolicyContext(diff, token_ids, params.boundary_tuple()),
-            parent_exact_end=parent.exact_end,
+            parent_exact_end=exact_end,
             missing=parent.missing(),
             limit=len(token_ids) - 1,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from agentcache.engine.rotary import KeyRotation, build_rotation
 from agentcache.engine.segments import SegmentForward
 from agentcache.engine.vllm_compat import attention_layers, rotary_modules
 from agentcache.errors import SelfCheckError
-from agentcache.kernels import Kernels, PackedRun, PageLayout, Piece, Source
+from agentcache.kernels import Kernels, PackedRun, PageLayout, Piece, Source, Tag
 from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 
@@ -125,33 +125,39 @@ class Runtime:
         """Returns the rows `[start, stop)` of all layers as the backend's own layout has them, `[L, 2, T, H, D]`."""
         return torch.stack([torch.stack(pages.read(block_ids.to(self.device), start, stop)) for pages in self.pages])
 
-    def gather(self, block_ids: torch.Tensor, start: int, stop: int, tag: str = "exact") -> PackedRun:
+    def gather(self, block_ids: torch.Tensor, start: int, stop: int, tag: str = Tag.EXACT) -> list[PackedRun]:
         """Returns the rows `[start, stop)` of all layers packed on the host; `exact` is bit-identical to the pages.
 
         Args:
             block_ids: int64 block table of the request.
             start: First row.
             stop: Row after the last.
-            tag: Precision, see `kernels.Tag`.
+            tag: Precision, see `kernels.Tag`; rows that would take no less space packed than exact stay exact.
         """
-        (run,) = self.kernels.quantize_gather(self.caches, block_ids, [Source(start, stop - start, tag)])
-        return PackedRun(run.tag, run.tokens, run.data.cpu())
+        length = stop - start
+        (run,) = self.kernels.quantize_gather(self.caches, block_ids, [Source(start, length, tag)])
+        if tag != Tag.EXACT and run.data.numel() >= length * self.row_bytes:
+            (run,) = self.kernels.quantize_gather(self.caches, block_ids, [Source(start, length, Tag.EXACT)])
+        return [PackedRun(run.tag, run.tokens, run.data.cpu())]
 
     def restore(self, store: PayloadStore, extents: Sequence[LoadExtent], block_ids: torch.Tensor) -> None:
-        """Writes stored rows into a request's pages, keys rotated from their source position.
+        """Writes stored rows into a request's pages: dequantised, keys rotated from their source position.
 
         Args:
             store: Holds every object that the extents name.
             extents: Rows to write.
             block_ids: int64 block table of the request.
         """
-        runs: dict[int, PackedRun] = {}
+        moved: dict[int, tuple[PackedRun, ...]] = {}
+        pieces: list[Piece] = []
         for extent in extents:
-            if extent.object_id not in runs:
-                run = store.get(extent.object_id)
-                assert run is not None, f"object {extent.object_id} was checked and is gone"
-                runs[extent.object_id] = PackedRun(run.tag, run.tokens, run.data.to(self.device))
-        pieces = [Piece(runs[e.object_id], e.offset, e.length, e.position, e.shift) for e in extents]
+            if extent.object_id not in moved:
+                payload = store.get(extent.object_id)
+                assert payload is not None, f"object {extent.object_id} was checked and is gone"
+                moved[extent.object_id] = tuple(
+                    PackedRun(run.tag, run.tokens, run.data.to(self.device)) for run in payload.runs
+                )
+            pieces += _pieces(moved[extent.object_id], extent)
         if pieces:
             self.kernels.dequantize_scatter(pieces, self.caches, block_ids)
 
@@ -182,3 +188,13 @@ class Runtime:
             "row_bytes": self.row_bytes,
             "threads": torch.get_num_threads(),
         }
+
+
+def _pieces(runs: Sequence[PackedRun], extent: LoadExtent) -> Iterator[Piece]:
+    """Yields the stretches of an object's runs that an extent covers."""
+    first = 0
+    for run in runs:
+        low, high = max(extent.offset, first), min(extent.offset + extent.length, first + run.tokens)
+        if high > low:
+            yield Piece(run, low - first, high - low, extent.position + low - extent.offset, extent.shift)
+        first += run.tokens

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class _Request:
     plan: RecoveryPlan | None = None
     parent: Version | None = None
     salts: Salts = ()
+    exact_end: int = 0
     first_approximate: int | None = None
     matched: int = 0
     load: _Load | None = None
@@ -79,14 +80,23 @@ class SchedulerHalf:
         block_size: Tokens a hashed block.
         bytes_per_token: Bytes of one row over all layers and ranks.
         max_step_tokens: The engine's token budget a step.
+        local_hit: Returns how many leading tokens of a request vLLM's own prefix cache holds now.
     """
 
-    def __init__(self, config: ConnectorConfig, *, block_size: int, bytes_per_token: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        *,
+        block_size: int,
+        bytes_per_token: int,
+        max_step_tokens: int,
+        local_hit: Callable[[Any], int],
+    ) -> None:
         self.config = config
         self.block_size = block_size
+        self.local_hit = local_hit
         self.step_tokens = config.recompute_tokens_per_step or max_step_tokens
         self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.host_bytes)
-        self.attached = False
         self._requests: dict[str, _Request] = {}
         self._running: set[tuple[str, str]] = set()
         self._saving: dict[str, Version] = {}
@@ -126,9 +136,6 @@ class SchedulerHalf:
 
     def _plan(self, request: Any, state: _Request, params: ResumeParams) -> None:
         assert params.parent is not None
-        if not self.attached:
-            state.recovery.reason = "the worker half is not attached to the model yet"
-            return
         if (params.namespace, params.parent) in self._running:
             state.recovery.reason = f"parent {params.parent!r} is still generating"
             return
@@ -137,7 +144,9 @@ class SchedulerHalf:
             state.recovery.reason = f"parent {params.parent!r} is unknown or was evicted"
             return
         started = time.perf_counter()
-        plan, prefix, reason = plan_request(request.prompt_token_ids, parent, params)
+        exact_end = self._exact_end(request, parent)
+        plan, prefix, reason = plan_request(request.prompt_token_ids, parent, params, exact_end)
+        state.exact_end = min(exact_end, prefix)
         state.recovery.plan_ms = (time.perf_counter() - started) * 1e3
         state.recovery.reason = reason
         if plan is None:
@@ -160,6 +169,13 @@ class SchedulerHalf:
         recovery.prefix_tokens, recovery.fresh_tokens = plan.prefix_tokens, plan.fresh_tokens
         recovery.repair_tokens, recovery.reused_tokens = plan.repair_tokens, plan.reused_tokens
         recovery.new_tokens = request.num_prompt_tokens - plan.load_end
+
+    def _exact_end(self, request: Any, parent: Version) -> int:
+        """Returns how many of the parent's leading rows can be had exactly: stored so, or still in vLLM's own cache."""
+        stored = self.index.trusted_end(parent)
+        if stored == parent.exact_end:
+            return stored
+        return max(stored, min(self.local_hit(request), parent.exact_end))
 
     # -- a request is scheduled ----------------------------------------------------------------------------------------
 
@@ -211,9 +227,22 @@ class SchedulerHalf:
         """Returns what to copy and what to compute of rows `[start, load_end)`; rows whose objects are gone are computed."""
         plan = state.plan
         assert plan is not None and state.parent is not None
-        extents = self.index.load_plan(state.parent, plan.restore, start)
+        extents = list(self._kept(self.index.load_plan(state.parent, plan.restore, start), state.exact_end))
         copied = [Run(e.position, e.position + e.length) for e in extents]
         return extents, complement(copied, plan.load_end, start)
+
+    def _kept(self, extents: list[LoadExtent], exact_end: int) -> Iterator[LoadExtent]:
+        """Yields extents without rows that were promised to be exact, from vLLM's cache, and are stored otherwise.
+
+        They are needed only when vLLM evicted them since, and are then computed.
+        """
+        for extent in extents:
+            skip = (
+                0 if self.index.trusted(extent.object_id) else min(max(exact_end - extent.position, 0), extent.length)
+            )
+            if skip < extent.length:
+                object_id, offset, length, position, shift = extent
+                yield LoadExtent(object_id, offset + skip, length - skip, position + skip, shift)
 
     def after_alloc(self, request: Any, block_ids: list[int], external: int) -> None:
         """Orders the load of a request whose blocks were just allocated."""
@@ -282,7 +311,6 @@ class SchedulerHalf:
 
     def on_report(self, report: StepReport) -> set[int]:
         """Takes in a step's report; returns blocks whose hashes must be evicted because their load failed."""
-        self.attached = report.attached
         for request_id, load in report.loads.items():
             state = self._requests.get(request_id)
             if state is None:
@@ -297,6 +325,8 @@ class SchedulerHalf:
                 recovery.reason = f"{load.lost_tokens} stored rows were lost or corrupt and were recomputed"
         if report.lost:
             self.index.lose_objects(report.lost)
+        for object_id, (size_bytes, lossless) in report.stored.items():
+            self.index.settle(object_id, size_bytes, lossless=lossless)
         for request_id in report.saved | report.unsaved:
             self._end_save(request_id, ok=request_id in report.saved and request_id not in report.unsaved)
         evict: set[int] = set()

@@ -45,7 +45,8 @@ class WorkerExtension:
             raise RuntimeError("call agentcache_attach first")
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         blocks = int(runner.kv_cache_config.num_blocks)
-        return check_recovery(runtime, runner.get_model(), blocks, old_ids, new_ids, prefix, suffix)
+        errors: dict[str, float] = check_recovery(runtime, runner.get_model(), blocks, old_ids, new_ids, prefix, suffix)
+        return errors
 
     def agentcache_report(self, namespace: str, version: str) -> dict[str, Any] | None:
         """Returns the report of a version so far, or None when it is not known here."""

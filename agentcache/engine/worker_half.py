@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from agentcache.config import ConnectorConfig
-from agentcache.engine.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
+from agentcache.engine.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport, Stored
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.segments import Segment
 from agentcache.store.extents import LoadExtent
@@ -70,7 +70,6 @@ class WorkerHalf:
         self._finished_loads: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self._report = StepReport()
-        self._announced = False
 
     def attach(self, runtime: Runtime) -> None:
         """Makes loads and saves possible; `runtime` has proved its claims."""
@@ -241,7 +240,9 @@ class WorkerHalf:
             return 0
         try:
             blocks = torch.tensor(save.order.block_ids, dtype=torch.int64)
-            self.store.put(new.object_id, self.runtime.gather(blocks, new.start, new.stop))
+            runs = self.runtime.gather(blocks, new.start, new.stop, self.config.precision)
+            payload = self.store.put(new.object_id, runs)
+            self._report.stored[new.object_id] = Stored(payload.size_bytes, payload.lossless)
         except Exception:
             logger.exception("agentcache could not save the KV of request %s", save.order.request_id)
             save.failed = True
@@ -274,12 +275,8 @@ class WorkerHalf:
     def take_report(self) -> StepReport | None:
         """Returns what happened since the last call, or None when there is nothing to tell."""
         report, self._report = self._report, StepReport()
-        report.attached = self.runtime is not None
-        news = report.loads or report.saved or report.unsaved or report.lost or report.failed
-        if not news and self._announced == report.attached:
-            return None
-        self._announced = report.attached
-        return report
+        news = report.loads or report.saved or report.stored or report.unsaved or report.lost or report.failed
+        return report if news else None
 
     def _note(self, key: tuple[str, str], note: dict[str, object]) -> None:
         self.notes[key] = self.notes.get(key, {}) | note

@@ -126,7 +126,8 @@ class CheckpointIndex:
         evicted = self._make_room(needed)
         new = tuple(NewObject(next(self._ids), start, stop) for start, stop in gathered)
         for object_id, start, stop in new:
-            self._objects[object_id] = BlockObject(object_id, stop - start, start, exact=stop <= exact_end)
+            size = (stop - start) * self.bytes_per_token
+            self._objects[object_id] = BlockObject(object_id, stop - start, start, size, exact=stop <= exact_end)
         extents = merge_extents([*inherited, *(Extent(o, 0, stop - start, start) for o, start, stop in new)])
         version = Version(
             version_id=version_id,
@@ -157,6 +158,28 @@ class CheckpointIndex:
             version.state = "committed"
         self.unpin(version)
         return stored
+
+    def settle(self, object_id: int, size_bytes: int, *, lossless: bool) -> None:
+        """Notes what the worker really stored of a new object: at most the bytes that were reserved for it."""
+        block = self._objects.get(object_id)
+        if block is None:
+            return  # its version was dropped meanwhile
+        saved = block.size_bytes - size_bytes
+        assert saved >= 0, f"object {object_id} takes {size_bytes} bytes, {block.size_bytes} were reserved"
+        block.size_bytes, block.lossless = size_bytes, lossless
+        self._payload_bytes -= saved
+        if block.pinned:
+            self._pinned_bytes -= saved
+
+    def trusted(self, object_id: int) -> bool:
+        """Whether an object holds, bit by bit, rows of a full prefill of the version that computed them."""
+        block = self._objects[object_id]
+        return block.exact and block.lossless
+
+    def trusted_end(self, version: Version) -> int:
+        """Returns how many leading rows are exact and stored as exact ones; rows that were lost do not end them."""
+        others = (e.position for e in version.extents if not self.trusted(e.object_id))
+        return min(version.exact_end, next(others, version.exact_end))
 
     def abort_save(self, version: Version) -> None:
         """Drops a version whose payloads could not be stored."""
@@ -195,7 +218,7 @@ class CheckpointIndex:
             for block in self._objects_of(version):
                 block.pinned += 1
                 if block.pinned == 1:
-                    self._pinned_bytes += block.tokens * self.bytes_per_token
+                    self._pinned_bytes += block.size_bytes
 
     def unpin(self, version: Version) -> None:
         """Takes back one pin; a dropped version is freed with its last one."""
@@ -206,7 +229,7 @@ class CheckpointIndex:
             for block in self._objects_of(version):
                 block.pinned -= 1
                 if block.pinned == 0:
-                    self._pinned_bytes -= block.tokens * self.bytes_per_token
+                    self._pinned_bytes -= block.size_bytes
             if version.state == "dropped":
                 self._doomed.remove(version)
                 self._free(version)
@@ -255,7 +278,7 @@ class CheckpointIndex:
             block = self._objects[object_id]
             affected.update(dict.fromkeys(block.users))
             if block.pinned:
-                self._pinned_bytes -= block.tokens * self.bytes_per_token
+                self._pinned_bytes -= block.size_bytes
             self._forget(block)
         for version in affected:
             version.extents = tuple(extent for extent in version.extents if extent.object_id not in lost)
@@ -305,7 +328,7 @@ class CheckpointIndex:
         assert not set(self._dropped) & set(self._objects), "a dropped object is in use"
 
         def row_bytes(blocks: Iterable[BlockObject]) -> int:
-            return sum(block.tokens for block in blocks) * self.bytes_per_token
+            return sum(block.size_bytes for block in blocks)
 
         pinned = sum(version.token_ids.nbytes for version in versions if version.pins)
         assert self._token_bytes == sum(version.token_ids.nbytes for version in versions)
@@ -359,7 +382,7 @@ class CheckpointIndex:
     def _forget(self, block: BlockObject) -> None:
         del self._objects[block.object_id]
         self._dropped.append(block.object_id)
-        self._payload_bytes -= block.tokens * self.bytes_per_token
+        self._payload_bytes -= block.size_bytes
 
     def _refuse(self, reason: str) -> Refusal:
         self._refusals += 1

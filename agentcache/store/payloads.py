@@ -5,35 +5,44 @@ Which objects exist, who refers to them and what is evicted is the scheduler hal
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
 
-from agentcache.kernels import PackedRun
+from agentcache.kernels import PackedRun, Tag
 
 __all__ = ["Payload", "PayloadStore"]
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One object.
+    """One object: its rows as consecutive packed runs, each of one precision, on the host.
 
     Attributes:
-        run: Its rows, packed, on the host: keys as embedded at their source position.
-        checksum: xxh3-64 of the bytes.
+        runs: Keys stand as embedded at their source position.
+        checksum: xxh3-64 of all bytes.
     """
 
-    run: PackedRun
+    runs: tuple[PackedRun, ...]
     checksum: int
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the rows."""
-        return int(self.run.data.numel())
+        return sum(int(run.data.numel()) for run in self.runs)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every row is stored bit by bit."""
+        return all(run.tag == Tag.EXACT for run in self.runs)
 
 
-def _checksum(run: PackedRun) -> int:
-    return int(xxhash.xxh3_64_intdigest(run.data.numpy()))
+def _checksum(runs: Iterable[PackedRun]) -> int:
+    digest = xxhash.xxh3_64()
+    for run in runs:
+        digest.update(run.data.numpy())
+    return int(digest.intdigest())
 
 
 class PayloadStore:
@@ -51,22 +60,23 @@ class PayloadStore:
     def __len__(self) -> int:
         return len(self._objects)
 
-    def put(self, object_id: int, run: PackedRun) -> None:
-        """Adds one object; its bytes are kept as they are and must not change afterwards."""
+    def put(self, object_id: int, runs: Iterable[PackedRun]) -> Payload:
+        """Adds one object and returns it; its bytes are kept as they are and must not change afterwards."""
         assert object_id not in self._objects, f"object {object_id} is immutable"
-        payload = Payload(run, _checksum(run) if self.verify else 0)
+        kept = tuple(runs)
+        payload = Payload(kept, _checksum(kept) if self.verify else 0)
         self._objects[object_id] = payload
         self.size_bytes += payload.size_bytes
+        return payload
 
-    def get(self, object_id: int) -> PackedRun | None:
-        """Returns an object's rows, or None when it is absent."""
-        payload = self._objects.get(object_id)
-        return None if payload is None else payload.run
+    def get(self, object_id: int) -> Payload | None:
+        """Returns an object, or None when it is absent."""
+        return self._objects.get(object_id)
 
     def intact(self, object_id: int) -> bool:
         """Whether the object is there and its bytes are those that were put."""
         payload = self._objects.get(object_id)
-        return payload is not None and (not self.verify or _checksum(payload.run) == payload.checksum)
+        return payload is not None and (not self.verify or _checksum(payload.runs) == payload.checksum)
 
     def drop(self, object_id: int) -> None:
         """Forgets one object; one that is absent is ignored (it may have been lost before)."""

@@ -61,8 +61,9 @@ class BlockObject:
         object_id: Never used twice.
         tokens: Rows.
         source_position: Row j was computed at position `source_position + j`; keys rotate once, from there.
+        size_bytes: Payload over all ranks: an estimate until its save is committed.
         exact: Whether the rows were those of a full prefill of the version that computed them.
-        tag: Precision of the payload; `exact` is the KV cache's own dtype.
+        lossless: Whether the payload holds them bit by bit.
         users: Versions that point at it.
         pinned: How many of them are pinned.
     """
@@ -70,8 +71,9 @@ class BlockObject:
     object_id: int
     tokens: int
     source_position: int
+    size_bytes: int
     exact: bool
-    tag: str = "exact"
+    lossless: bool = True
     users: set[Version] = field(default_factory=set)
     pinned: int = 0
 
