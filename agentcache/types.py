@@ -146,7 +146,9 @@ class PromptDiff:
 
     def apply(self, old_ids: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[int]:
         """Returns the new ids rebuilt from the old ones and the tokens of each fresh span, in order."""
-        pieces: list[tuple[int, Sequence[int]]] = [(r.new_start, old_ids[r.old_start : r.old_stop]) for r in self.aligned]
+        pieces: list[tuple[int, Sequence[int]]] = [
+            (r.new_start, old_ids[r.old_start : r.old_stop]) for r in self.aligned
+        ]
         pieces += [(run.start, tokens) for run, tokens in zip(self.fresh, new_tokens, strict=True)]
         return [token for _, piece in sorted(pieces, key=lambda p: p[0]) for token in piece]
 
