@@ -47,7 +47,7 @@ class PackedFormat:
         tag: Precision.
         layers: L.
         kv_heads: H.
-        head_dim: D, a multiple of 8 up to 512.
+        head_dim: D, a multiple of 16 up to 512.
         element_size: Bytes of one element of the KV dtype.
     """
 
@@ -58,8 +58,10 @@ class PackedFormat:
     element_size: int
 
     def __post_init__(self) -> None:
-        if self.head_dim % 8 or not 8 <= self.head_dim <= 512:
-            raise ValueError(f"head_dim={self.head_dim}: packed KV needs a multiple of 8 between 8 and 512")
+        if not 16 <= self.head_dim <= 512 or self.head_dim % (8 * max(2, value_groups(self.head_dim))):
+            raise ValueError(
+                f"head_dim={self.head_dim}: packed KV needs 16 to 512, a multiple of 16 (above 128 of 32, above 256 of 64)"
+            )
         if self.layers < 1 or self.kv_heads < 1 or self.element_size not in (2, 4):
             raise ValueError(f"{self} describes no KV cache: layers and heads from 1, element_size 2 or 4")
 
@@ -125,6 +127,4 @@ def value_groups(head_dim: int) -> int:
     groups = 1
     while head_dim > groups * _VALUE_GROUP:
         groups *= 2
-    if head_dim % (2 * groups):
-        raise ValueError(f"head_dim={head_dim} does not split into {2 * groups} equal parts")
     return groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from agentcache.kernels.triton_common import cells_of, pages_of
+from agentcache.kernels.triton_common import row_offsets, row_pointers
 
 __all__ = ["mass_kernel", "statistics_kernel"]
 
@@ -29,21 +29,26 @@ def _logits(
     dim,
     scale,
     D: tl.constexpr,
-    D_POW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
     K_TABLE: tl.constexpr,
     CAST: tl.constexpr,
 ):
     """Returns logits `[rows, keys]` in units of log2 e, -inf where a row does not see a key."""
-    dims = tl.arange(0, D_POW).to(tl.int64)
-    query = tl.load(queries + rows[:, None] * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
     live = positions < tokens
-    inside = (dims < D)[:, None] & live[None, :]
-    page, slots = pages_of(table, positions, live, page_tokens, page_stride)
-    at = cells_of(
-        cells, head, slots[None, :], dims[:, None], inside, page_tokens, base, head_stride, token, dim, D, K_TABLE
+    source, cell_rows = row_pointers(
+        page_base, table, positions, live, head, page_tokens, page_stride, base, head_stride, token, D, K_TABLE
     )
-    keys = tl.load(page_base + page[None, :] + at, mask=inside, other=0.0)
-    logits = tl.dot(query.to(CAST), keys.to(CAST), input_precision="ieee") * scale
+    logits = tl.zeros((ROWS, KEYS), tl.float32)
+    for chunk in range(0, D, CHUNK):
+        dims = chunk + tl.arange(0, CHUNK)
+        query = tl.load(queries + rows[:, None] * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+        inside = (dims < D)[:, None] & live[None, :]
+        at = row_offsets(cells, cell_rows[None, :], dims[:, None], inside, dim, K_TABLE)
+        keys = tl.load(source[None, :] + at, mask=inside, other=0.0)
+        logits = tl.dot(query.to(CAST), keys.to(CAST), logits, input_precision="tf32x3")
+    logits *= scale
     return tl.where(positions[None, :] < limits[:, None], logits, float("-inf"))
 
 
@@ -66,7 +71,7 @@ def statistics_kernel(
     dim,
     scale,
     D: tl.constexpr,
-    D_POW: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     K_TABLE: tl.constexpr,
@@ -99,7 +104,9 @@ def statistics_kernel(
             dim,
             scale,
             D,
-            D_POW,
+            CHUNK,
+            ROWS,
+            KEYS,
             K_TABLE,
             CAST,
         )
@@ -132,7 +139,7 @@ def mass_kernel(
     dim,
     scale,
     D: tl.constexpr,
-    D_POW: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     K_TABLE: tl.constexpr,
@@ -164,7 +171,9 @@ def mass_kernel(
             dim,
             scale,
             D,
-            D_POW,
+            CHUNK,
+            ROWS,
+            KEYS,
             K_TABLE,
             CAST,
         )

@@ -23,6 +23,7 @@ from agentcache.kernels.triton_value_residual import residual_kernel
 __all__ = ["TritonBackend", "kernel_options"]
 
 _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_CHUNK = 32  # dimensions that a program holds at a time
 _MASS_ROWS, _MASS_KEYS, _RESIDUAL_TOKENS = 16, 64, 32
 
 
@@ -30,9 +31,13 @@ def _pow2(n: int) -> int:
     return triton.next_power_of_2(n) if n else 0
 
 
-def kernel_options(head_dim: int) -> dict[str, Any]:
-    """Returns launch options: no fused multiply-add, so that results are those of `reference.py`; warps that hold a tile."""
-    return {"num_warps": 4 if head_dim <= 64 else 8, "enable_fp_fusion": False}
+def kernel_options(kernel: Any, head_dim: int, tables: tuple[bool, bool]) -> dict[str, Any]:
+    """Returns launch options: warps by which no variant spills on sm_90, and no fused multiply-add.
+
+    Without it the results are those of `reference.py`, bit for bit, and memory decides the speed anyway.
+    """
+    wide = kernel is gather_kernel and any(tables) and head_dim <= 128
+    return {"num_warps": 16 if wide else 8, "enable_fp_fusion": False}
 
 
 def scatter_constants(
@@ -41,10 +46,8 @@ def scatter_constants(
     """Returns the compile-time arguments of `scatter_kernel`; rotary_dim 0 leaves the keys as they are."""
     return {
         "D": head_dim,
-        "D_POW": _pow2(head_dim),
         "HALF": rotary_dim // 2,
-        "HALF_POW": _pow2(rotary_dim // 2),
-        "REST_POW": _pow2(head_dim - rotary_dim),
+        "CHUNK": _CHUNK,
         "GROUPS": value_groups(head_dim),
         "TAG": tag.code,
         "INTERLEAVED": interleaved and rotary_dim > 0,
@@ -60,7 +63,7 @@ def gather_constants(form: PackedFormat, tables: tuple[bool, bool], element: tl.
     parts = max(groups, 2) if form.tag is Tag.K8V4 else groups
     return {
         "D": form.head_dim,
-        "D_POW": _pow2(form.head_dim),
+        "CHUNK": _CHUNK,
         "WIDTH_POW": _pow2(form.head_dim // parts),
         "GROUPS": groups,
         "TOKEN_BYTES": form.token_bytes,
@@ -76,7 +79,7 @@ def mass_constants(head_dim: int, table: bool, cast: tl.dtype) -> dict[str, Any]
     """Returns the compile-time arguments of `statistics_kernel` and `mass_kernel`."""
     return {
         "D": head_dim,
-        "D_POW": max(16, _pow2(head_dim)),
+        "CHUNK": _CHUNK,
         "ROWS": _MASS_ROWS,
         "KEYS": _MASS_KEYS,
         "K_TABLE": table,
@@ -117,11 +120,12 @@ class TritonBackend(Backend):
         none = Strides(0, 0, 0, 0)
         self._strides = (*(layout.k_strides or none), *(layout.v_strides or none))
         self._cells = [layout.k_cells.to(setting.device), layout.v_cells.to(setting.device)]
-        self._options = {} if interpreted else kernel_options(layout.shape[2])
+        self._interpreted = interpreted
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
         with torch.device(self.setting.device):
-            kernel[grid](*arguments, **constants, **self._options)
+            options = {} if self._interpreted else kernel_options(kernel, self.setting.layout.shape[2], self._tables)
+            kernel[grid](*arguments, **constants, **options)
 
     def _upload(self, *arrays: torch.Tensor) -> list[torch.Tensor]:
         """Returns int64 host arrays on the device, by one copy."""

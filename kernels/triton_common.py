@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["TILE_COLUMNS", "as_scale", "cells_of", "pages_of", "round_even", "scale_bits"]
+__all__ = ["TILE_COLUMNS", "as_scale", "round_even", "row_offsets", "row_pointers", "scale_bits"]
 
 # Columns of a tile record: 32 tokens of a packed run (64 when gathering), as absolute and relative byte offsets.
 DATA, LAYER_BYTES, GROUP_AT, HEAD_BYTES, BLOCK_AT, TOKENS, FIRST, STOP, POSITION, ANGLE = range(10)
@@ -33,19 +33,33 @@ def as_scale(bits, DROP: tl.constexpr):
 
 
 @triton.jit
-def pages_of(table, positions, mask, page_tokens, page_stride):
-    """Returns the element offset of each position's page, and its slot there."""
-    page = tl.load(table + positions // page_tokens, mask=mask, other=0)
-    return page * page_stride, positions % page_tokens
+def row_pointers(
+    page_base,
+    table,
+    positions,
+    live,
+    head,
+    page_tokens,
+    page_stride,
+    base,
+    head_stride,
+    token,
+    D: tl.constexpr,
+    TABLE: tl.constexpr,
+):
+    """Returns where the rows of int64 positions start: a pointer each, and each row's start in the table of cells.
+
+    The pointers carry all that may exceed 32 bits; what is added to them stays within a page.
+    """
+    page = tl.load(table + positions // page_tokens, mask=live, other=0)
+    slot = positions % page_tokens
+    pointers = page_base + page * page_stride
+    if not TABLE:
+        pointers += base + head * head_stride + slot * token
+    return pointers, (head * page_tokens + slot) * D
 
 
 @triton.jit
-def cells_of(
-    cells, head, slots, dims, mask, page_tokens, base, head_stride, token, dim, D: tl.constexpr, TABLE: tl.constexpr
-):
-    """Returns element offsets in a page: by strides, or from the table `[H, B, D]`. `slots` and `dims` broadcast."""
-    if TABLE:
-        offsets = tl.load(cells + (head * page_tokens + slots) * D + dims, mask=mask, other=0)
-    else:
-        offsets = base + head * head_stride + slots * token + dims * dim
-    return offsets
+def row_offsets(cells, rows, dims, mask, stride, TABLE: tl.constexpr):
+    """Returns the offsets of dimensions in rows, by the stride or from the table of cells; `rows` and `dims` broadcast."""
+    return tl.load(cells + rows + dims, mask=mask, other=0) if TABLE else dims * stride

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from agentcache.kernels.triton_common import TILE_COLUMNS, as_scale, cells_of, pages_of, round_even, scale_bits
+from agentcache.kernels.triton_common import TILE_COLUMNS, as_scale, round_even, row_offsets, row_pointers, scale_bits
 
 __all__ = ["gather_kernel"]
 
@@ -52,7 +52,7 @@ def gather_kernel(
     v_token,
     v_dim,
     D: tl.constexpr,
-    D_POW: tl.constexpr,
+    CHUNK: tl.constexpr,
     WIDTH_POW: tl.constexpr,
     GROUPS: tl.constexpr,
     TOKEN_BYTES: tl.constexpr,
@@ -70,123 +70,78 @@ def gather_kernel(
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
     data = tl.load(record) + layer * tl.load(record + 1) + tl.load(record + 2) + head * tl.load(record + 3)
-    count = tl.load(record + 5)
-    position = tl.load(record + 8)
+    count = tl.load(record + 5).to(tl.int32)
     page_base = tl.load(pages + layer).to(tl.pointer_type(DTYPE))
 
     TOKENS: tl.constexpr = 32 if TAG == 0 else 64
-    tokens = tl.arange(0, TOKENS).to(tl.int64)
+    tokens = tl.arange(0, TOKENS)
     live = tokens < count
-    page, slots = pages_of(table, position + tokens, live, page_tokens, page_stride)
+    positions = tl.load(record + 8) + tokens
     within = tokens % _BLOCK
     start = tokens - within
     n = tl.minimum(count - start, _BLOCK)  # tokens of each token's own block
     block = data + SCALE_BYTES + start * TOKEN_BYTES
 
-    # Keys, [dims, tokens].
-    dims = tl.arange(0, D_POW).to(tl.int64)
-    inside = (dims < D)[:, None] & live[None, :]
-    at = cells_of(
-        k_cells, head, slots[None, :], dims[:, None], inside, page_tokens, k_base, k_head, k_token, k_dim, D, K_TABLE
+    # Keys, [dims, tokens], CHUNK dimensions at a time.
+    source, rows = row_pointers(
+        page_base, table, positions, live, head, page_tokens, page_stride, k_base, k_head, k_token, D, K_TABLE
     )
-    keys = tl.load(page_base + page[None, :] + at, mask=inside, other=0.0)
-    row = dims[:, None] * n[None, :] + within[None, :]
-    if TAG == 0:
-        tl.store(block[None, :].to(tl.pointer_type(DTYPE)) + row, keys, mask=inside)
-    else:
-        keys = keys.to(tl.float32)
-        bits = scale_bits(tl.div_rn(tl.max(tl.abs(keys), axis=1), 127.0), 16)
-        tl.store(data.to(tl.pointer_type(tl.uint16)) + dims, bits.to(tl.uint16), mask=dims < D)
-        _, inverse = as_scale(bits, 16)
-        codes = _clamp(round_even(_clamp(keys * inverse[:, None], -128.0, 128.0)), -127.0, 127.0)
-        tl.store(block[None, :].to(tl.pointer_type(tl.int8)) + row, codes.to(tl.int8), mask=inside)
+    for chunk in range(0, D, CHUNK):
+        dims = chunk + tl.arange(0, CHUNK)
+        inside = (dims < D)[:, None] & live[None, :]
+        at = row_offsets(k_cells, rows[None, :], dims[:, None], inside, k_dim, K_TABLE)
+        keys = tl.load(source[None, :] + at, mask=inside, other=0.0)
+        row = dims[:, None] * n[None, :] + within[None, :]
+        if TAG == 0:
+            tl.store(block[None, :].to(tl.pointer_type(DTYPE)) + row, keys, mask=inside)
+        else:
+            keys = keys.to(tl.float32)
+            bits = scale_bits(tl.div_rn(tl.max(tl.abs(keys), axis=1), 127.0), 16)
+            tl.store(data.to(tl.pointer_type(tl.uint16)) + dims, bits.to(tl.uint16), mask=dims < D)
+            _, inverse = as_scale(bits, 16)
+            codes = _clamp(round_even(_clamp(keys * inverse[:, None], -128.0, 128.0)), -127.0, 127.0)
+            tl.store(block[None, :].to(tl.pointer_type(tl.int8)) + row, codes.to(tl.int8), mask=inside)
 
     # Values, [tokens, dims]: a part of the row at a time, so that every reduction is over one scale.
+    source, rows = row_pointers(
+        page_base, table, positions, live, head, page_tokens, page_stride, v_base, v_head, v_token, D, V_TABLE
+    )
     words = block + D * n + 2 * GROUPS * within
     values = block + (D + 2 * GROUPS) * n
     if TAG == 0:
-        inside = live[:, None] & (dims < D)[None, :]
-        at = cells_of(
-            v_cells,
-            head,
-            slots[:, None],
-            dims[None, :],
-            inside,
-            page_tokens,
-            v_base,
-            v_head,
-            v_token,
-            v_dim,
-            D,
-            V_TABLE,
-        )
-        value = tl.load(page_base + page[:, None] + at, mask=inside, other=0.0)
         out = block.to(tl.pointer_type(DTYPE)) + D * n + within * D
-        tl.store(out[:, None] + dims[None, :], value, mask=inside)
+        for chunk in range(0, D, CHUNK):
+            dims = chunk + tl.arange(0, CHUNK)
+            inside = live[:, None] & (dims < D)[None, :]
+            at = row_offsets(v_cells, rows[:, None], dims[None, :], inside, v_dim, V_TABLE)
+            value = tl.load(source[:, None] + at, mask=inside, other=0.0)
+            tl.store(out[:, None] + dims[None, :], value, mask=inside)
     elif TAG == 1:
         WIDTH: tl.constexpr = D // GROUPS
-        lane = tl.arange(0, WIDTH_POW).to(tl.int64)
+        lane = tl.arange(0, WIDTH_POW)
         inside = live[:, None] & (lane < WIDTH)[None, :]
-        for g in tl.static_range(GROUPS):
+        out = (values + within * D).to(tl.pointer_type(tl.int8))
+        for g in range(GROUPS):
             dims = g * WIDTH + lane
-            at = cells_of(
-                v_cells,
-                head,
-                slots[:, None],
-                dims[None, :],
-                inside,
-                page_tokens,
-                v_base,
-                v_head,
-                v_token,
-                v_dim,
-                D,
-                V_TABLE,
-            )
-            value = tl.load(page_base + page[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+            at = row_offsets(v_cells, rows[:, None], dims[None, :], inside, v_dim, V_TABLE)
+            value = tl.load(source[:, None] + at, mask=inside, other=0.0).to(tl.float32)
             bits = scale_bits(tl.div_rn(tl.max(tl.abs(value), axis=1), 127.0), 16)
             tl.store((words + 2 * g).to(tl.pointer_type(tl.uint16)), bits.to(tl.uint16), mask=live)
             _, inverse = as_scale(bits, 16)
             codes = _clamp(round_even(_clamp(value * inverse[:, None], -128.0, 128.0)), -127.0, 127.0)
-            out = (values + within * D).to(tl.pointer_type(tl.int8))
             tl.store(out[:, None] + dims[None, :], codes.to(tl.int8), mask=inside)
     else:
         PAIRS: tl.constexpr = GROUPS // 2 if GROUPS > 1 else 1
         WIDTH: tl.constexpr = D // 2 // PAIRS
-        lane = tl.arange(0, WIDTH_POW).to(tl.int64)
+        lane = tl.arange(0, WIDTH_POW)
         inside = live[:, None] & (lane < WIDTH)[None, :]
-        for pair in tl.static_range(PAIRS):
+        out = (values + within * (D // 2)).to(tl.pointer_type(tl.uint8))
+        for pair in range(PAIRS):
             dims = pair * WIDTH + lane
-            at = cells_of(
-                v_cells,
-                head,
-                slots[:, None],
-                dims[None, :],
-                inside,
-                page_tokens,
-                v_base,
-                v_head,
-                v_token,
-                v_dim,
-                D,
-                V_TABLE,
-            )
-            lower = tl.load(page_base + page[:, None] + at, mask=inside, other=0.0).to(tl.float32)
-            at = cells_of(
-                v_cells,
-                head,
-                slots[:, None],
-                dims[None, :] + D // 2,
-                inside,
-                page_tokens,
-                v_base,
-                v_head,
-                v_token,
-                v_dim,
-                D,
-                V_TABLE,
-            )
-            upper = tl.load(page_base + page[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+            at = row_offsets(v_cells, rows[:, None], dims[None, :], inside, v_dim, V_TABLE)
+            lower = tl.load(source[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+            at = row_offsets(v_cells, rows[:, None], dims[None, :] + D // 2, inside, v_dim, V_TABLE)
+            upper = tl.load(source[:, None] + at, mask=inside, other=0.0).to(tl.float32)
             high1 = tl.maximum(tl.max(lower, axis=1), 0.0)
             low1 = tl.minimum(tl.min(lower, axis=1), 0.0)
             high2 = tl.maximum(tl.max(upper, axis=1), 0.0)
@@ -203,5 +158,4 @@ def gather_kernel(
                 tl.store((words + 2 * (pair + PAIRS)).to(tl.pointer_type(tl.uint16)), word2.to(tl.uint16), mask=live)
             code = uint4_codes(lower, inverse1[:, None], zero1[:, None]).to(tl.int32)
             code = code | (uint4_codes(upper, inverse2[:, None], zero2[:, None]).to(tl.int32) << 4)
-            out = (values + within * (D // 2)).to(tl.pointer_type(tl.uint8))
             tl.store(out[:, None] + dims[None, :], code.to(tl.uint8), mask=inside)

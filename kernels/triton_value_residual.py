@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from agentcache.kernels.triton_common import as_scale, cells_of, pages_of
+from agentcache.kernels.triton_common import as_scale, row_offsets, row_pointers
 from agentcache.kernels.triton_quantize_gather import uint4_codes, uint4_words
 
 __all__ = ["residual_kernel"]
@@ -38,29 +38,18 @@ def residual_kernel(
     layer = tl.program_id(2).to(tl.int64)
     page_base = tl.load(pages + layer).to(tl.pointer_type(DTYPE))
     live = tokens < length
-    page, slots = pages_of(table, start + tokens, live, page_tokens, page_stride)
+    source, rows = row_pointers(
+        page_base, table, start + tokens, live, head, page_tokens, page_stride, v_base, v_head, v_token, D, V_TABLE
+    )
     WIDTH: tl.constexpr = D // GROUPS
-    lane = tl.arange(0, WIDTH_POW).to(tl.int64)
+    lane = tl.arange(0, WIDTH_POW)
     inside = live[:, None] & (lane < WIDTH)[None, :]
     error = tl.zeros((TOKENS,), tl.float32)
     norm = tl.zeros((TOKENS,), tl.float32)
-    for g in tl.static_range(GROUPS):
+    for g in range(GROUPS):
         dims = g * WIDTH + lane
-        at = cells_of(
-            v_cells,
-            head,
-            slots[:, None],
-            dims[None, :],
-            inside,
-            page_tokens,
-            v_base,
-            v_head,
-            v_token,
-            v_dim,
-            D,
-            V_TABLE,
-        )
-        x = tl.load(page_base + page[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+        at = row_offsets(v_cells, rows[:, None], dims[None, :], inside, v_dim, V_TABLE)
+        x = tl.load(source[:, None] + at, mask=inside, other=0.0).to(tl.float32)
         high = tl.maximum(tl.max(x, axis=1), 0.0)
         low = tl.minimum(tl.min(x, axis=1), 0.0)
         word, inverse, zero = uint4_words(high, low)
