@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-MakeEngine = Callable[..., Any]
-
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -26,31 +24,45 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-@pytest.fixture(scope="session")
-def start_engine() -> Iterator[MakeEngine]:
-    """Returns a function that gives the engine of these arguments, idle and empty; the one before it is closed."""
-    from tests.engine.harness import Engine, engine_environment
+class Engines:
+    """Starts engines, at most one at a time."""
 
-    current: list[tuple[Any, Engine]] = []
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._engine: Any = None
 
-    def start(model: Path, **args: Any) -> Engine:
+    def __call__(self, model: Path, **args: Any) -> Any:
+        """Returns the engine of these arguments, idle and empty; any other is stopped."""
+        from tests.engine.harness import Engine
+
         key = (model, repr(sorted(args.items())))
-        if current and current[0][0] == key:
-            current[0][1].empty()
-            return current[0][1]
-        if current:
-            current.pop()[1].close()
-        current.append((key, Engine(model, **args)))
-        return current[0][1]
+        if self._engine is not None and self._key == key:
+            self._engine.empty()
+        else:
+            self.stop()
+            self._engine, self._key = Engine(model, **args), key
+        return self._engine
 
-    with engine_environment():
-        yield start
-        if current:
-            current.pop()[1].close()
+    def stop(self) -> None:
+        """Stops the engine that runs, if any."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
 
 @pytest.fixture(scope="session")
-def reference(tiny: Callable[[str], Path], start_engine: MakeEngine) -> Iterator[Any]:
+def start_engine() -> Iterator[Engines]:
+    """Returns what starts engines in this process."""
+    from tests.engine.harness import engine_environment
+
+    engines = Engines()
+    with engine_environment():
+        yield engines
+        engines.stop()
+
+
+@pytest.fixture(scope="session")
+def reference(tiny: Callable[[str], Path], start_engine: Engines) -> Iterator[Any]:
     """Returns the reference engine of the tiny llama; `start_engine` has prepared the environment."""
     from tests.engine.harness import Reference
 
@@ -60,7 +72,7 @@ def reference(tiny: Callable[[str], Path], start_engine: MakeEngine) -> Iterator
 
 
 @pytest.fixture
-def engine(tiny: Callable[[str], Path], start_engine: MakeEngine) -> Iterator[Any]:
+def engine(tiny: Callable[[str], Path], start_engine: Engines) -> Iterator[Any]:
     """Returns a roomy engine of the tiny llama with nothing in it; afterwards it must hold nothing that it should not."""
     engine = start_engine(tiny("llama"))
     yield engine
