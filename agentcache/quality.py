@@ -21,9 +21,8 @@ def kl_divergence(exact: Mapping[int, float], other: Mapping[int, float]) -> flo
         )
     order = sorted(exact)
     p, q = (np.array([d[t] for t in order], dtype=np.float64) for d in (exact, other))
-    mass = np.exp(p)
-    # A token of no mass contributes nothing, whatever its log-probability is on the other side.
-    return max(0.0, float(np.sum(np.where(mass > 0, mass * (p - q), 0.0))))
+    carries = np.exp(p) > 0  # a token of no mass adds nothing, whatever its log-probability is on the other side
+    return max(0.0, float(np.sum(np.exp(p[carries]) * (p[carries] - q[carries]))))
 
 
 def top1_agrees(exact: Mapping[int, float], other: Mapping[int, float]) -> bool:
