@@ -84,7 +84,13 @@ def _config(kind: str) -> Any:
         "qwen3_moe": lambda: t.Qwen3MoeConfig(
             **COMMON, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True
         ),
-        "gemma3": lambda: t.Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=64, query_pre_attn_scalar=32),
+        "gemma3": lambda: t.Gemma3TextConfig(
+            **COMMON,
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
         "deepseek_mla": lambda: t.DeepseekV2Config(
             **(COMMON | {"num_key_value_heads": 4}),
             kv_lora_rank=512,

@@ -2,16 +2,18 @@
 
 A spawned process imports its parent's main module before anything else. The engine needs nothing of the user's script, and a
 script without `if __name__ == "__main__":` would start engines without end, so `launch` names this module as the main one. It
-sends the process's output to the engine's log and ends the process when its parent is gone: vLLM's EngineCore outlives a caller
-that was killed.
+sends the process's output to the engine's log, where only errors shall stand, and ends the process when its parent is gone:
+vLLM's EngineCore outlives a caller that was killed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import time
+import warnings
 from typing import Final
 
 __all__ = ["LOG_VARIABLE"]
@@ -21,12 +23,15 @@ _POLL_S: Final = 0.5
 _GRACE_S: Final = 10.0
 
 
-def _redirect_output(log: str) -> None:
-    """Sends stdout and stderr, of C++ code too, to the end of a file."""
+def _log_errors(log: str) -> None:
+    """Sends stdout and stderr, of C++ code too, to the end of a file, and silences what is no error."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    warnings.simplefilter("ignore")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _end_with_parent(parent: int) -> None:
@@ -39,5 +44,5 @@ def _end_with_parent(parent: int) -> None:
 
 if __name__ == "__mp_main__":
     if log := os.environ.get(LOG_VARIABLE):
-        _redirect_output(log)
+        _log_errors(log)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="agentcache-parent", daemon=True).start()

@@ -114,6 +114,8 @@ class AsyncAgentCache:
                 reasons = [reason for rank in ranks for reason in rank["reasons"]]
                 if not all(rank["ok"] for rank in ranks):
                     raise UnsupportedModelError(self.config.model, dict.fromkeys(reasons))
+                # vLLM asks once, before the first request; on an engine that has died meanwhile it would wait for ever.
+                await engine.llm.get_supported_tasks()
             except BaseException:
                 await asyncio.to_thread(engine.stop)
                 raise

@@ -15,6 +15,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,6 +27,8 @@ from dataclasses import dataclass, field, fields
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
+
+from pydantic import ValidationError
 
 from agentcache.config import CacheConfig
 from agentcache.engine.child import LOG_VARIABLE
@@ -50,14 +53,21 @@ RESERVED: Final = {
     "worker_extension_cls": "connector",
 }
 _STOP_S: Final = 30.0
-_LOG_LINES: Final = 12
+_LOG_LINES: Final = 8
+_LOG_PREFIX: Final = re.compile(r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] ?")
+_ERROR_LINE: Final = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _CALL_POLL_S: Final = 0.5
 _start_lock = threading.Lock()
 
 
+def _quiet() -> bool:
+    """Whether vLLM's output is kept from the terminal: unless VLLM_LOGGING_LEVEL asks for more than errors."""
+    return os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper() == "ERROR"
+
+
 def _import_vllm() -> None:
-    """Imports vLLM without its start-up noise, unless VLLM_LOGGING_LEVEL asks for it."""
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
+    """Imports vLLM, and without its start-up noise when it shall be quiet."""
+    if _quiet():
         logging.getLogger("vllm").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -204,6 +214,8 @@ class Engine:
 
     def death(self) -> EngineDeadError:
         """Returns the error that says what became of the engine."""
+        if self._stopped.is_set():
+            return EngineDeadError("this engine was stopped, by close() or restart(), before the request had ended")
         codes = [f"{p.name} {_exit_text(p.exitcode)}" for p in self._cores if p.exitcode]
         what = f" ({', '.join(codes)})" if codes else ""
         return EngineDeadError(
@@ -241,11 +253,14 @@ class Engine:
             return
         self._stopped.set()
         atexit.unregister(self.stop)
-        handler = self.llm.output_handler
-        if handler is not None and not handler.get_loop().is_closed():
-            # Before vLLM closes its sockets: else the handler logs the end as a failure.
-            handler.get_loop().call_soon_threadsafe(handler.cancel)
+        core, handler = self.llm.engine_core, self.llm.output_handler
+        loop = handler.get_loop() if handler is not None and not handler.get_loop().is_closed() else None
+        if loop is not None:
+            loop.call_soon_threadsafe(_end_requests, handler, self.llm.output_processor)
         self.llm.shutdown(timeout=_STOP_S)
+        # vLLM leaves its ZeroMQ context open; its sockets are closed on the loop, so the context is too.
+        loop.call_soon_threadsafe(core.resources.ctx.destroy, 0) if loop else core.resources.ctx.destroy(0)
+        del self.llm  # its `__del__` fails when it runs as late as the interpreter's own end
         _, alive = psutil.wait_procs(self._tree, timeout=_STOP_S)
         for process in alive:
             process.kill()
@@ -254,6 +269,14 @@ class Engine:
             core.join(timeout=_STOP_S)
         if self.log is not None:
             self.log.unlink(missing_ok=True)
+
+
+def _end_requests(handler: asyncio.Task[None], processor: Any) -> None:
+    """Ends vLLM's output handler, which would log the end of its sockets as a failure, and tells every open request."""
+    from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
+
+    handler.cancel()
+    processor.propagate_error(VLLMDeadError())
 
 
 class EngineStart:
@@ -283,7 +306,7 @@ class EngineStart:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         arguments = engine_args(self._config, self._model)
         log = None
-        if "VLLM_LOGGING_LEVEL" not in os.environ:
+        if _quiet():
             handle, name = tempfile.mkstemp(prefix="agentcache-engine-", suffix=".log")
             os.close(handle)
             log = Path(name)
@@ -294,9 +317,9 @@ class EngineStart:
             # One start at a time: the environment and the main module belong to the whole process.
             with _start_lock, _environment(self._config, log), _child_main():
                 return self._launch(arguments, log)
-        except BaseException:
+        except BaseException as error:
             self._kill()
-            if log is not None:
+            if log is not None and not isinstance(error, EngineDeadError):  # that one names its log
                 log.unlink(missing_ok=True)
             raise
         finally:
@@ -313,12 +336,13 @@ class EngineStart:
         self.give_up()
 
     def _launch(self, arguments: Any, log: Path | None) -> Engine:
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             vllm_config = arguments.create_engine_config()
-        except (ValueError, OSError, TypeError, NotImplementedError) as error:
-            raise ConfigError(f"vLLM does not accept these settings for {self._model}: {error}") from error
+        except (ValueError, OSError, TypeError, NotImplementedError, VLLMClientError) as error:
+            raise ConfigError(f"vLLM does not accept these settings for {self._model}: {_reason(error)}") from error
         if reasons := check_config(vllm_config):
             raise UnsupportedModelError(self._model, reasons)
         self._before = {process.pid for process in multiprocessing.active_children()}
@@ -333,6 +357,9 @@ class EngineStart:
                 else f"with {self._model}: {error}"
             )
             raise EngineDeadError(f"the vLLM engine did not start {why}{_log_tail(log)}") from error
+        if log is not None:
+            # When the engine dies each request raises, so that its traceback says nothing new.
+            logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
         cores = self._processes()
         return Engine(llm, log, cores, _tree(cores))
 
@@ -366,6 +393,13 @@ def _tree(cores: list[BaseProcess]) -> list[Any]:
     return found
 
 
+def _reason(error: Exception) -> str:
+    """Returns an error's message without the wrapping that pydantic gives it."""
+    if isinstance(error, ValidationError):
+        return "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
+    return str(error)
+
+
 def _exit_text(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
@@ -373,8 +407,10 @@ def _exit_text(code: int | None) -> str:
 
 
 def _log_tail(log: Path | None) -> str:
-    """Returns the last lines of the engine's log, as the end of an error message."""
+    """Returns what the engine's log says went wrong, as the end of an error message: its errors, else its last lines."""
     if log is None or not log.exists():
         return ""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-_LOG_LINES:]
-    return "\nThe end of its log:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
+    lines = [_LOG_PREFIX.sub("", line).rstrip() for line in log.read_text(errors="replace").splitlines()]
+    errors = dict.fromkeys(line for line in lines if _ERROR_LINE.match(line))
+    said = ([*errors] or [line for line in lines if line])[-_LOG_LINES:]
+    return f"\nIts log, {log}, says:\n" + "\n".join(f"  {line}" for line in said) if said else ""

@@ -67,7 +67,7 @@ def sampling_params(options: RequestOptions, resume: ResumeParams | None, *, eve
             skip_clone=True,
             **extra,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMClientError) as error:
         raise ConfigError(f"vLLM does not accept these sampling parameters: {error}") from error
 
 
