@@ -89,6 +89,14 @@ class Catalog:
         """Makes the next `refresh` look into the folder: a change failed half-way."""
         self._synced = None
 
+    def reread(self) -> None:
+        """Reads every manifest anew: one that was whole may be damaged now; raises OSError."""
+        for name in [*self.files]:
+            self.remove(name)
+        self.unreadable.clear()
+        self.distrust()
+        self.refresh()
+
     def refresh(self) -> None:
         """Takes in the versions that were made and removed since the last call; raises OSError."""
         before = self.folder.generation()

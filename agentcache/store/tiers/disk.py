@@ -11,28 +11,27 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 
 from agentcache.errors import ConfigError
 from agentcache.store.tiers.base import Observer
-from agentcache.store.tiers.catalog import Catalog, Draft, Place
-from agentcache.store.tiers.disk_upkeep import collect_folder, free_payloads, verify_folder
+from agentcache.store.tiers.catalog import Catalog, Place
+from agentcache.store.tiers.disk_upkeep import collect_folder, verify_folder
+from agentcache.store.tiers.disk_writer import FolderWriter, disk_failed
 from agentcache.store.tiers.files import Files
 from agentcache.store.tiers.folder import Folder
-from agentcache.store.tiers.ledger import inherited_fault
 from agentcache.store.tiers.manifest import Manifest, ObjectEntry, Part, version_name
 from agentcache.store.tiers.outcomes import Blob, GcReport, Lost, Miss, Refused, VerifyReport, VersionInfo
-from agentcache.store.tiers.rank_files import RankWriters, move_payloads, place_objects, read_draft
+from agentcache.store.tiers.rank_files import RankWriters
 from agentcache.store.tiers.tier import Claimed, Sizes, Tier
 
 __all__ = ["DiskStore"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class DiskStore(Tier):
@@ -74,16 +73,12 @@ class DiskStore(Tier):
         super().__init__(budget_bytes, fingerprint=fingerprint, observer=observer)
         if not 0 <= lock_timeout_s <= 3600:
             raise ConfigError(f"lock_timeout_s={lock_timeout_s} is not allowed; give 0 to 3600 seconds")
-        self.lock_timeout_s = lock_timeout_s
         self._files = files or Files(fsync)
         self._folder = Folder(Path(folder), self._files)
         self._catalog = Catalog(self._folder, policy)
         self._lock = threading.RLock()  # the catalog
-        self._write_lock = threading.Lock()  # this process's writers; taken before the folder's lock
-        self._writers = RankWriters(self._folder, self._files)
-        self._doomed: set[str] = set()  # saves that could not be ended when they should
-        self._ended = 0  # saves that the last look at them ended
-        self._evictions = 0
+        self._writer = FolderWriter(self._catalog, self._lock, budget_bytes, lock_timeout_s)
+        self._ranks = RankWriters(self._folder, self._files)
         try:
             with self._lock:
                 self._catalog.refresh()
@@ -93,87 +88,20 @@ class DiskStore(Tier):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def _prepare(self, manifest: Manifest, reserve_bytes: int) -> str | Refused:
-        return self._write(lambda: self._open_save(manifest, reserve_bytes))
-
-    def _open_save(self, manifest: Manifest, reserve_bytes: int) -> str | Refused:
-        catalog = self._catalog
-        with self._lock:
-            if manifest.name in catalog.files:
-                return Refused(f"version {manifest.version!r} exists already", "exists")
-            records = catalog.ledger.records
-            fault = inherited_fault(manifest, records)
-            if fault is not None:
-                return fault
-            kept = manifest.with_objects(records[e.key].entry if e.parts else e for e in manifest.objects)
-            draft = Draft(kept, reserve_bytes)
-            ticket = self._folder.new_ticket()
-            # Added first, so that what it shares is not evicted to make room for it.
-            catalog.open_save(ticket, draft)
-            victims = catalog.ledger.victims(0, self.budget_bytes, catalog.score_on_disk)
-            if isinstance(victims, Refused):
-                catalog.remove(ticket)
-                return victims
-        try:
-            self._files.make_folder(self._folder.staging / ticket)
-            self._files.write_whole(self._folder.staging / ticket / "draft", draft.encode())
-            self._drop([victim.name for victim in victims])
-        except OSError:
-            self._doomed.add(ticket)
-            raise
-        self._evictions += len(victims)
-        return ticket
+        return self._writer.do(lambda: self._writer.open_save(manifest, reserve_bytes))
 
     def _put(self, ticket: str, key: str, rank: int, blob: Blob, checksum: str) -> Refused | None:
         try:
-            return self._writers.put(ticket, key, rank, blob, checksum)
+            return self._ranks.put(ticket, key, rank, blob, checksum)
         except OSError as error:
-            return _unavailable(error)
+            return disk_failed(error)
 
     def _complete(self, ticket: str) -> Manifest | Refused:
-        return self._write(lambda: self._publish(ticket))
-
-    def _publish(self, ticket: str) -> Manifest | Refused:
-        catalog = self._catalog
-        draft = catalog.saves.get(ticket)
-        if draft is None or ticket in self._doomed:
-            return Refused("there is no such open save", "invalid")
-        placed = place_objects(self._folder, ticket, draft)
-        if isinstance(placed, Refused):
-            return placed
-        with self._lock:
-            if draft.manifest.name in catalog.files:
-                return Refused(f"version {draft.manifest.version!r} exists already", "exists")
-            fault = inherited_fault(draft.manifest, catalog.ledger.records)
-            if fault is not None:
-                return fault
-            sequence, last_use = self._folder.next_sequence(catalog.latest_sequence), catalog.tick()
-        sealed = draft.manifest.with_objects((placed.get(e.key, e) for e in draft.manifest.objects), sequence)
-        move_payloads(self._folder, ticket, draft.manifest)
-        staged = self._folder.staging / ticket / "manifest"
-        target = self._folder.manifest_path(sealed.name, sequence)
-        self._files.write_whole(staged, sealed.encode())
-        self._files.mark_use(staged, last_use, 0)
-        try:
-            with self._lock:
-                with self._folder.change(catalog.latest_sequence):
-                    self._files.rename(staged, target)
-                catalog.add(sealed, last_use)
-                catalog.own_change()
-            self._files.sync_folder(self._folder.versions)
-        except OSError:
-            self._files.unlink(target)  # a refused save leaves nothing that can be found
-            raise
-        with self._lock:
-            catalog.remove(ticket)
-        self._files.remove_folder(self._folder.staging / ticket)
-        return sealed
+        return self._writer.do(lambda: self._writer.publish(ticket))
 
     def _abort(self, ticket: str) -> None:
         if ticket in self._catalog.saves:
-            self._doomed.add(ticket)
-            ended = self._write(lambda: None)
-            if isinstance(ended, Refused):
-                logger.warning("an open save could not be ended; the next one will try again: %s", ended.reason)
+            self._writer.end_save(ticket)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -202,7 +130,7 @@ class DiskStore(Tier):
                         self._use(name, self._catalog.tick(), 0)
                 return found
         except OSError as error:
-            return _unavailable(error)
+            return disk_failed(error)
         return Miss()
 
     def _use(self, name: str, last_use: int, uses: int) -> None:
@@ -224,7 +152,7 @@ class DiskStore(Tier):
                 records = self._catalog.ledger.records
                 entries = [records[key].entry for key in keys if key in records]
         except OSError as error:
-            lost = Lost(_unavailable(error).reason, "unavailable")
+            lost = Lost(disk_failed(error).reason, "unavailable")
             return dict.fromkeys(keys, lost)
         return self._read(entries, rank)
 
@@ -246,7 +174,7 @@ class DiskStore(Tier):
                     os.close(fd)
             except OSError as error:
                 gone = isinstance(error, FileNotFoundError)
-                lost = Lost(_unavailable(error).reason, "absent" if gone else "unavailable")
+                lost = Lost(disk_failed(error).reason, "absent" if gone else "unavailable")
                 out.update({entry.key: lost for _, entry in wanted if entry.key not in out})
         return out
 
@@ -267,10 +195,10 @@ class DiskStore(Tier):
             name = version_name(namespace, version)
             known = name in self._catalog.files
             if known:
-                self._drop([name])
+                self._writer.drop([name])
             return known
 
-        return self._write(delete)
+        return self._writer.do(delete)
 
     def versions(self, namespace: str | None = None) -> tuple[VersionInfo, ...] | Refused:
         """See `KVStore`."""
@@ -279,7 +207,7 @@ class DiskStore(Tier):
                 self._catalog.refresh()
                 found = [info for info in self._catalog.infos() if namespace is None or info.namespace == namespace]
         except OSError as error:
-            return _unavailable(error)
+            return disk_failed(error)
         return tuple(sorted(found, key=lambda info: info.sequence))
 
     def has(self, namespace: str, version: str) -> bool:
@@ -309,17 +237,18 @@ class DiskStore(Tier):
         try:
             return verify_folder(self._catalog, self._lock, self._read)
         except OSError as error:
-            return _unavailable(error)
+            return disk_failed(error)
 
     def gc(self) -> GcReport | Refused:
         """See `KVStore`."""
 
         def collect() -> GcReport | Refused:
             with self._lock:
+                self._catalog.reread()
                 report = collect_folder(self._catalog)
-            return report if isinstance(report, Refused) else GcReport(saves=self._ended) + report
+            return report if isinstance(report, Refused) else GcReport(saves=self._writer.ended) + report
 
-        return self._write(collect)
+        return self._writer.do(collect)
 
     def check_integrity(self) -> None:
         """See `KVStore`."""
@@ -333,16 +262,13 @@ class DiskStore(Tier):
                 assert not afresh.ledger.records.keys() - self._catalog.ledger.records.keys()
                 assert self._catalog.ledger.used_bytes <= self.budget_bytes, "over budget"
 
-        done = self._write(check)
+        done = self._writer.do(check)
         assert not isinstance(done, Refused), done.reason
 
     def close(self) -> None:
         """See `KVStore`."""
-        with self._lock:
-            own = [ticket for ticket in self._catalog.saves if self._folder.is_own(ticket)]
-        for ticket in own:
-            self.abort(ticket)
-        self._writers.close()
+        self._writer.close()
+        self._ranks.close()
         self._folder.close()
 
     def _sizes(self) -> Sizes:
@@ -351,64 +277,8 @@ class DiskStore(Tier):
             reserved = sum(ledger.holders[ticket].own_bytes for ticket in self._catalog.saves)
             tags = dict(ledger.bytes_by_tag)
             return Sizes(
-                len(self._catalog.files), len(ledger.records), ledger.used_bytes, reserved, self._evictions, tags
+                len(self._catalog.files), len(ledger.records), ledger.used_bytes, reserved, self._writer.evictions, tags
             )
-
-    # -- the one writer ------------------------------------------------------------------------------------------------
-
-    def _write(self, action: Callable[[], T]) -> T | Refused:
-        """Returns what an action gives that runs as the folder's only writer, on an up-to-date catalog."""
-        with self._write_lock:
-            try:
-                with self._folder.lock(self.lock_timeout_s):
-                    with self._lock:
-                        self._catalog.refresh()
-                    self._look_at_saves()
-                    return action()
-            except OSError as error:
-                with self._lock:
-                    self._catalog.distrust()
-                return _unavailable(error)
-
-    def _look_at_saves(self) -> None:
-        """Learns of the saves that other processes opened, and ends those that were aborted or whose process is gone."""
-        catalog = self._catalog
-        self._ended = 0
-        with self._lock:
-            there = {name for name in os.listdir(self._folder.staging) if Folder.ticket_save(name) is not None}
-            over = {t for t in there if t in self._doomed or self._folder.is_abandoned(t)}
-            for ticket in there - over - catalog.saves.keys():
-                draft = read_draft(self._folder, ticket)
-                if draft is not None:
-                    catalog.open_save(ticket, draft)
-            over |= catalog.saves.keys() - there
-        for ticket in over:
-            draft = catalog.saves.get(ticket) or read_draft(self._folder, ticket)
-            with self._lock:
-                gone = catalog.remove(ticket) if ticket in catalog.saves else []
-            free_payloads(catalog, gone)
-            save = Folder.ticket_save(ticket)
-            if draft is not None and save is not None and save not in catalog.live:
-                for rank in range(draft.manifest.ranks):  # it may have got so far that its payloads were moved
-                    self._files.unlink(self._folder.payload_path(save, rank))
-            self._files.remove_folder(self._folder.staging / ticket)
-            self._doomed.discard(ticket)
-            self._ended += ticket in there
-
-    def _drop(self, names: list[str]) -> None:
-        """Removes versions: their manifests first, so that a crash leaves payloads that `gc` finds."""
-        if not names:
-            return
-        catalog = self._catalog
-        gone: list[tuple[Place, ObjectEntry]] = []
-        with self._lock, self._folder.change(catalog.latest_sequence):
-            for name in names:
-                self._files.unlink(self._folder.versions / catalog.files[name])
-                gone += catalog.remove(name)
-        with self._lock:
-            catalog.own_change()
-        self._files.sync_folder(self._folder.versions)
-        free_payloads(catalog, gone)
 
 
 def _read_part(fd: int, offset: int, part: Part) -> Claimed | Lost:
@@ -422,7 +292,3 @@ def _read_part(fd: int, offset: int, part: Part) -> Claimed | Lost:
             return Lost("its file was truncated meanwhile", "corrupt")
         at += read
     return Claimed(blob, part.checksum)
-
-
-def _unavailable(error: OSError) -> Refused:
-    return Refused(f"the disk store failed: {error.strerror or error}", "unavailable")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from agentcache.store.tiers.catalog import Catalog, Place
 from agentcache.store.tiers.folder import Folder
 from agentcache.store.tiers.manifest import ObjectEntry, payload_checksum
 from agentcache.store.tiers.outcomes import GcReport, Lost, Refused, VerifyReport
-from agentcache.store.tiers.payload_file import read_header
 from agentcache.store.tiers.tier import Claimed
+from agentcache.types import complement
 
 __all__ = ["collect_folder", "free_payloads", "verify_folder"]
 
@@ -102,37 +104,40 @@ def collect_folder(catalog: Catalog) -> GcReport | Refused:
             f"{len(foreign)} versions are of another format, so nothing was removed ({foreign[0]})", "foreign"
         )
     freed = manifests = payloads = 0
-    for file in [*catalog.unreadable]:
-        path = folder.versions / file
-        freed += path.stat().st_size
-        folder.files.unlink(path)
-        del catalog.unreadable[file]
-        manifests += 1
+    if catalog.unreadable:
+        with folder.change(catalog.latest_sequence):
+            for file in [*catalog.unreadable]:
+                path = folder.versions / file
+                freed += path.stat().st_size
+                folder.files.unlink(path)
+                del catalog.unreadable[file]
+                manifests += 1
+        catalog.own_change()
+    live: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for record in catalog.ledger.records.values():
+        save, offsets = Place.of(record.entry)
+        for rank, (offset, part) in enumerate(zip(offsets, record.entry.parts, strict=True)):
+            live[folder.payload_path(save, rank).name].append((offset, offset + part.size_bytes))
     open_saves = {Folder.ticket_save(ticket) for ticket in catalog.saves}
     for name in os.listdir(folder.payloads):
-        save, path = Folder.payload_save(name), folder.payloads / name
-        if save is not None and (save in open_saves or save in catalog.live):
-            if save in catalog.live:
-                freed += _free_dead_stretches(catalog, name)
-            continue
-        freed += path.stat().st_size
-        folder.files.unlink(path)
-        payloads += 1
+        path = folder.payloads / name
+        if name in live:
+            freed += _free_dead_stretches(folder, path, live[name])
+        elif Folder.payload_save(name) not in open_saves:
+            freed += path.stat().st_size
+            folder.files.unlink(path)
+            payloads += 1
     for owner in os.listdir(folder.owners):
         if folder.is_abandoned(f"{owner}-"):
             folder.files.unlink(folder.owners / owner)
     return GcReport(0, manifests, payloads, freed)
 
 
-def _free_dead_stretches(catalog: Catalog, name: str) -> int:
-    """Gives back the parts of a payload file that nothing points at; returns how many bytes that freed."""
-    path = catalog.folder.payloads / name
-    try:
-        spans = read_header(path)
-    except ValueError:
-        return 0  # damaged: `verify` names it
-    before = path.stat().st_blocks
-    for key, stretch in spans.items():
-        if key not in catalog.ledger.records:
-            catalog.folder.files.give_back(path, stretch.offset, stretch.size_bytes)
-    return 512 * (before - path.stat().st_blocks)
+def _free_dead_stretches(folder: Folder, path: Path, live: Iterable[tuple[int, int]]) -> int:
+    """Gives back what lies between the live stretches of a payload file; returns how many bytes that freed."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        header = 8 + int.from_bytes(file.read(8), "little")
+    for start, stop in complement(live, status.st_size, min(header, status.st_size)):
+        folder.files.give_back(path, start, stop - start)
+    return 512 * (status.st_blocks - path.stat().st_blocks)

@@ -204,7 +204,8 @@ class Folder:
             raw = self._generation.read_bytes()
         except FileNotFoundError:
             return 1
-        return int(struct.unpack("<Q", raw)[0]) if len(raw) == 8 else 1
+        number = int.from_bytes(raw, "little") if len(raw) == 8 else 1
+        return number if number < 1 << 62 else 1
 
     def next_sequence(self, latest_sequence: int) -> int:
         """Returns the sequence number that the next `change` gives; to be called by the writer."""

@@ -84,8 +84,7 @@ class PayloadWriter:
         spans = {key: Stretch(self._starts[key], *part) for key, part in self._parts.items()}
         self._files.write(self._fd, struct.pack("<Q", self._room) + _header(spans).ljust(self._room), 0)
         self._files.sync(self._fd)
-        self._files.rename(self._part, self.path)
-        self._files.sync_folder(self.path.parent)
+        self._files.rename(self._part, self.path)  # the name need not be safe: who completes the save moves the file
         self._close()
 
     def close(self) -> None:

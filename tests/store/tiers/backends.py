@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -30,31 +32,36 @@ class MemoryBackend(Backend):
 
 
 class FailingFiles(Files):
-    """A file system that can be made to fail: all changes, or the n-th from now on."""
+    """A file system that records every change, and can be made to fail: at once, or after some more changes."""
 
     def __init__(self, fsync: bool = False) -> None:
         super().__init__(fsync)
         self.error: OSError | None = None
         self.after = 0
-        self.changes: list[tuple[str, str]] = []
+        self.changes: list[tuple[str, tuple[Any, ...], Any]] = []
 
     def __getattribute__(self, name: str) -> Any:
         method = super().__getattribute__(name)
-        if name.startswith("_") or not callable(method):
+        if name.startswith("_") or name in FailingFiles.__dict__ or not callable(method):
             return method
 
         def change(*args: Any) -> Any:
-            if self.error is not None:
-                self.after -= 1
-                if self.after < 0:
-                    raise self.error
-            self.changes.append((name, str(args[0])))
-            return method(*args)
+            self.before(name)
+            result = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else None
+            result = method(*args) or result
+            self.changes.append((name, args, result))
+            return result
 
         return change
 
+    def before(self, change: str) -> None:
+        if self.error is not None:
+            self.after -= 1
+            if self.after < 0:
+                raise self.error
+
     @contextmanager
-    def failing(self, number: int, after: int = 0) -> Any:
+    def failing(self, number: int, after: int = 0) -> Iterator[None]:
         self.error, self.after = OSError(number, "injected"), after
         try:
             yield
@@ -76,7 +83,7 @@ class DiskBackend(Backend):
         flip(self.folder / "payloads" / f"{save}.{rank}.safetensors", int(offsets.split(",")[rank]) + 7)
 
     def failures(self) -> Sequence[Callable[[], AbstractContextManager[object]]]:
-        return [lambda: self.files.failing(28), lambda: self.files.failing(30)]  # ENOSPC, EROFS
+        return [lambda: self.files.failing(errno.ENOSPC), lambda: self.files.failing(errno.EROFS)]
 
     def close(self) -> None:
         shutil.rmtree(self.folder)
