@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import redis
@@ -30,7 +31,7 @@ class RedisProcess:
             pytest.fail(INSTALL)
         self.folder = Path(tempfile.mkdtemp())
         self.port = free_port()
-        auth = f":{password}@" if password else ""
+        auth = f":{quote(password, safe='')}@" if password else ""
         self.url = f"{scheme}://{auth}127.0.0.1:{self.port}/0"
         listen = ("--port", "0", "--tls-port", str(self.port)) if scheme == "rediss" else ("--port", str(self.port))
         secret = ("--requirepass", password) if password else ()
@@ -49,6 +50,11 @@ class RedisProcess:
                 assert self._process.poll() is None, (self.folder / "log").read_text()
                 time.sleep(0.025)
         raise AssertionError("redis-server does not accept connections")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def kill(self) -> None:
         assert self._process is not None
