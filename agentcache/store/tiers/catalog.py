@@ -139,18 +139,20 @@ class Catalog:
             return Refused("the manifest is another version's", "corrupt")
         for entry in manifest.objects:
             record = self.ledger.records.get(entry.key)
-            if record is not None and (record.entry != entry or record.namespace != manifest.namespace):
+            if record is None:
+                try:
+                    Place.of(entry)
+                except ValueError as error:
+                    return Refused(f"the manifest is malformed: {error}", "corrupt")
+            elif record.entry != entry or record.namespace != manifest.namespace:
                 return Refused(f"object {entry.key} is another one in another version", "corrupt")
-            try:
-                Place.of(entry)
-            except ValueError as error:
-                return Refused(f"the manifest is malformed: {error}", "corrupt")
         return manifest
 
     def add(self, manifest: Manifest, last_use: int, bonus: int = 0) -> None:
         """Adds a version."""
+        name = manifest.name
         holder = Holder(
-            manifest.name,
+            name,
             manifest.namespace,
             manifest.cost_bytes,
             tuple(entry.key for entry in manifest.objects),
@@ -158,7 +160,7 @@ class Catalog:
             last_use + bonus,
             what=manifest.info(),
         )
-        self.files[manifest.name] = self.folder.manifest_path(manifest.name, manifest.sequence).name
+        self.files[name] = self.folder.manifest_path(name, manifest.sequence).name
         self.clock = max(self.clock, last_use)
         self.latest_sequence = max(self.latest_sequence, manifest.sequence)
         self._keep(holder, manifest.objects)
