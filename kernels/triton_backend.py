@@ -36,8 +36,12 @@ def kernel_options(kernel: Any, head_dim: int, tables: tuple[bool, bool]) -> dic
 
     Without it the results are those of `reference.py`, bit for bit, and memory decides the speed anyway.
     """
-    wide = kernel is gather_kernel and any(tables) and head_dim <= 128
-    return {"num_warps": 16 if wide else 8, "enable_fp_fusion": False}
+    warps = 8
+    if kernel is gather_kernel and any(tables) and head_dim <= 128:
+        warps = 16
+    elif kernel in (statistics_kernel, mass_kernel):
+        warps = 4
+    return {"num_warps": warps, "enable_fp_fusion": False}
 
 
 def scatter_constants(

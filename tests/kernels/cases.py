@@ -11,6 +11,26 @@ LAYOUTS = ("cpu", "rows", "split", "amx")
 INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
+# head dim, rotary dim, page, layout, dtype, interleaved
+INTERPRETED = [
+    (64, 64, 32, "cpu", torch.float16, False),
+    (64, 64, 16, "rows", torch.bfloat16, True),
+    (80, 80, 16, "rows", torch.float16, False),
+    (96, 48, 32, "split", torch.float32, True),
+    (128, 128, 32, "rows", torch.bfloat16, False),
+    (128, 64, 32, "amx", torch.float16, True),
+    (192, 192, 16, "split", torch.float16, False),
+    (256, 256, 16, "rows", torch.float32, False),
+    (32, 32, 64, "amx", torch.bfloat16, False),
+]
+
+
+def case_name(case: tuple) -> str:
+    """Returns a case's test id."""
+    dim, rotary, page, layout, dtype, interleaved = case
+    return f"D{dim}-R{rotary}-B{page}-{layout}-{str(dtype)[6:]}-{'pairs' if interleaved else 'halves'}"
+
+
 def make_layout(kind: str, heads: int, block: int, dim: int, num_pages: int) -> PageLayout:
     """Returns a page layout of a real backend.
 
