@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentcache.errors import ConfigError
 
@@ -17,8 +17,8 @@ class ConnectorConfig(BaseModel):
 
     Attributes:
         host_bytes: Budget of the in-memory checkpoint store, in bytes of all ranks' KV.
-        recompute_tokens_per_step: Most tokens that recovery computes inside one engine step; longer repairs run in slices
-            between steps. None: the engine's own `max_num_batched_tokens`.
+        recompute_tokens_per_step: Most tokens that recovery computes inside one engine step; longer repairs run in slices, one a
+            step. None: the engine's own `max_num_batched_tokens`.
         save_tokens_per_step: Most rows that are gathered in one engine step while other requests run.
         verify_checksums: Whether each block's checksum is compared when it is restored.
         precision: How KV rows are stored: `exact` (bit by bit), `k8v8` or `k8v4` (quantised: what is restored from them is
@@ -48,7 +48,8 @@ class CacheConfig(BaseModel):
         host_bytes: Budget of the checkpoint store.
         max_num_seqs: Most requests in one engine step.
         max_num_batched_tokens: Most tokens in one engine step.
-        namespace: Tenant of this handle; other namespaces' KV is never seen.
+        namespace: Tenant of this handle; checkpoints of other namespaces are never seen. vLLM's own exact prefix cache is shared,
+            as it is without agentcache.
         events: File that every event is appended to as a JSON line.
         seed: Sampling seed of the engine.
         start_timeout_s: How long the engine may take to start.
@@ -74,6 +75,12 @@ class CacheConfig(BaseModel):
     start_timeout_s: float = Field(default=600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
     connector: ConnectorConfig = Field(default_factory=ConnectorConfig)
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if "host_bytes" in self.connector.model_fields_set:
+            raise ValueError("give host_bytes to the cache itself, not in connector")
+        return self
 
     @classmethod
     def build(cls, **settings: Any) -> CacheConfig:

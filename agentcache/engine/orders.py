@@ -49,7 +49,6 @@ class SaveOrder:
     """Gathers rows of a finished request's blocks into new objects."""
 
     request_id: str
-    key: tuple[str, str]
     block_ids: list[int]
     objects: list[NewObject]
 
@@ -66,6 +65,7 @@ class StepOrders(KVConnectorMetadata):
         notes: `(namespace, version)` to the JSON report so far, kept for whoever asks the worker.
         scheduled_tokens: What vLLM itself computes in this step.
         clear: Whether to drop every object first.
+        index: The checkpoint index's counters when they changed, for whoever asks the worker.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
@@ -75,6 +75,7 @@ class StepOrders(KVConnectorMetadata):
     notes: dict[tuple[str, str], dict[str, object]] = field(default_factory=dict)
     scheduled_tokens: int = 0
     clear: bool = False
+    index: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class StepReport(KVConnectorWorkerMetadata):
         stored: Those objects.
         unsaved: Requests whose gather failed.
         lost: Objects that are absent or whose checksum does not match.
-        failed: Requests whose load raised: their blocks are not to be trusted.
+        failed: Requests whose load raised, and their blocks that are not to be trusted.
     """
 
     loads: dict[str, LoadReport] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class StepReport(KVConnectorWorkerMetadata):
     stored: dict[int, Stored] = field(default_factory=dict)
     unsaved: set[str] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Returns the reports of two ranks as one."""
@@ -143,5 +144,5 @@ class StepReport(KVConnectorWorkerMetadata):
             stored=stored,
             unsaved=self.unsaved | other.unsaved,
             lost=self.lost | other.lost,
-            failed=self.failed | other.failed,
+            failed={r: self.failed.get(r, set()) | other.failed.get(r, set()) for r in {*self.failed, *other.failed}},
         )

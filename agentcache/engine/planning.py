@@ -44,7 +44,7 @@ def refusal(request: Any) -> str | None:
     if getattr(request, "skip_reading_prefix_cache", False):
         return "the request asked not to read any cache"
     if getattr(request, "cache_salt", None):
-        return "the request has a cache_salt; use a namespace to separate tenants"
+        return "the request has a cache_salt, which checkpoints do not know"
     return None
 
 
@@ -81,10 +81,7 @@ def plan_request(
     token_ids = np.asarray(prompt, dtype=np.int32)
     try:
         policy = get_policy(params.policy, params.options)
-    except ConfigError as error:
-        return None, 0, str(error)
-    diff = _checked_diff(token_ids, parent, params)
-    try:
+        diff = _checked_diff(token_ids, parent, params)
         made = plan(
             policy,
             PolicyContext(diff, token_ids, params.boundary_tuple()),
@@ -92,9 +89,11 @@ def plan_request(
             missing=parent.missing(),
             limit=len(token_ids) - 1,
         )
+    except ConfigError as error:
+        return None, 0, str(error)
     except Exception as error:  # a policy may be anybody's code; the request must live
         logger.exception("policy %s failed", params.policy)
-        return None, diff.prefix, f"policy {params.policy!r} failed: {type(error).__name__}: {error}"
+        return None, 0, f"policy {params.policy!r} failed: {type(error).__name__}: {error}"
     if made.load_end == 0:
         return None, diff.prefix, "nothing of the parent can be reused"
     return made, diff.prefix, None

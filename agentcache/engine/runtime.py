@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from agentcache.engine.pages import Pages, block_axis, probe_layout
 from agentcache.engine.rotary import KeyRotation, build_rotation
-from agentcache.engine.segments import SegmentForward
+from agentcache.engine.segments import Segment, SegmentForward
 from agentcache.engine.vllm_compat import attention_layers, rotary_modules
 from agentcache.errors import SelfCheckError
 from agentcache.kernels import Kernels, PackedRun, PageLayout, Piece, Source, Tag
@@ -20,6 +20,8 @@ from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 
 __all__ = ["Runtime"]
+
+_PROBE_TOKEN = 5  # any ordinary token
 
 
 class Runtime:
@@ -59,6 +61,7 @@ class Runtime:
         self.kernels = Kernels(layout, layers=len(self.pages), dtype=self.dtype, rotation=self.rotation, device=device)
         self.row_bytes = len(self.pages) * 2 * self.heads * self.head_dim * self.dtype.itemsize
         self._prove_rows()
+        self._prove_layers()
 
     def _layout(self, layers: dict[str, Any], num_blocks: int) -> PageLayout:
         """Returns the one page layout of all layers."""
@@ -114,12 +117,32 @@ class Runtime:
         store = PayloadStore()
         store.put(0, self.gather(null, 1, 1 + count))
         for turn in (0, shift):
-            for cache in self.caches:
-                torch.select(cache, self._block_axis, 0).zero_()
+            self._clear_null_block()
             self.restore(store, [LoadExtent(0, 0, count, 1, turn)], null)
             differ(self.rotation.rotate(key, turn), f"rows restored with a shift of {turn}")
+        self._clear_null_block()
+
+    def _clear_null_block(self) -> None:
         for cache in self.caches:
             torch.select(cache, self._block_axis, 0).zero_()
+
+    def _prove_layers(self) -> None:
+        """Compares every layer's key of one token at two positions; raises when the rotation does not lead from one to the other.
+
+        A lone token attends to itself wherever it stands, so its keys differ by their rotation alone: a layer without rotary
+        embedding, or with another one, is found here.
+        """
+        null, moved = torch.zeros(1, dtype=torch.int64), 61
+        keys = []
+        for position in (0, moved):
+            self.segments.forward([Segment([_PROBE_TOKEN], null, 0, 1)], moved=position)
+            keys.append(self.rows(null, 0, 1)[:, 0])
+        tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
+        for name, at, want in zip(self.layer_names, *keys, strict=True):
+            error = (self.rotation.rotate(at, moved).float() - want.float()).abs().max() / want.float().abs().max()
+            if float(error) > tolerance:
+                raise SelfCheckError(f"the keys of {name} do not turn with their position as its rotary module says")
+        self._clear_null_block()
 
     def rows(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Returns the rows `[start, stop)` of all layers as the backend's own layout has them, `[L, 2, T, H, D]`."""

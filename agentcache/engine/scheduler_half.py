@@ -15,17 +15,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from agentcache.config import ConnectorConfig
-from agentcache.engine.commits import Salts, lineage_salts, salt_request, version_salt
+from agentcache.engine.commits import lineage_salts, salt_request, version_salt
 from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from agentcache.engine.planning import plan_request, refusal
+from agentcache.engine.state import Load, RequestState
 from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
-from agentcache.recovery.base import RecoveryPlan
 from agentcache.store.extents import LoadExtent
 from agentcache.store.index import CheckpointIndex, Refusal, Version
 from agentcache.types import Run, clip_runs, complement, run_tokens
@@ -33,43 +32,6 @@ from agentcache.types import Run, clip_runs, complement, run_tokens
 __all__ = ["SchedulerHalf"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Load:
-    """The load of one request from vLLM's own hit on: what to copy and what to compute of rows `[start, load_end)`."""
-
-    start: int
-    extents: list[LoadExtent]
-    recompute: tuple[Run, ...]
-    background: bool = False
-
-
-@dataclass(slots=True)
-class _Request:
-    """What the half knows of one request that opted in.
-
-    `plan` is None when nothing can be restored. `first_approximate` holds for the version whatever becomes of the plan,
-    unless its approximate rows provably never came to be.
-    """
-
-    params: ResumeParams | None
-    recovery: Recovery
-    plan: RecoveryPlan | None = None
-    parent: Version | None = None
-    salts: Salts = ()
-    exact_end: int = 0
-    first_approximate: int | None = None
-    matched: int = 0
-    load: _Load | None = None
-    loading: bool = False
-    blocks: tuple[int, ...] = ()
-    owns_key: bool = False
-    save: bool = False
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return (self.params.namespace, self.params.version) if self.params else ("", self.recovery.version)
 
 
 class SchedulerHalf:
@@ -97,10 +59,11 @@ class SchedulerHalf:
         self.local_hit = local_hit
         self.step_tokens = config.recompute_tokens_per_step or max_step_tokens
         self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.host_bytes)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._running: set[tuple[str, str]] = set()
         self._saving: dict[str, Version] = {}
         self._allocated: list[Any] = []
+        self._promised = 0  # tokens that loads of the step being scheduled compute
         self._orders = StepOrders()
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
@@ -110,7 +73,7 @@ class SchedulerHalf:
         params, malformed = parse_params(request.kv_transfer_params)
         if params is None:
             if malformed is not None:
-                self._requests[request.request_id] = _Request(
+                self._requests[request.request_id] = RequestState(
                     None, Recovery(reason=malformed, prompt_tokens=request.num_prompt_tokens)
                 )
             return
@@ -120,7 +83,7 @@ class SchedulerHalf:
             requested_policy=params.policy,
             prompt_tokens=request.num_prompt_tokens,
         )
-        state = _Request(params, recovery)
+        state = RequestState(params, recovery)
         self._requests[request.request_id] = state
         key = (params.namespace, params.version)
         recovery.reason = refusal(request)
@@ -134,7 +97,7 @@ class SchedulerHalf:
         if params.parent is not None:
             self._plan(request, state, params)
 
-    def _plan(self, request: Any, state: _Request, params: ResumeParams) -> None:
+    def _plan(self, request: Any, state: RequestState, params: ResumeParams) -> None:
         assert params.parent is not None
         if (params.namespace, params.parent) in self._running:
             state.recovery.reason = f"parent {params.parent!r} is still generating"
@@ -197,11 +160,11 @@ class SchedulerHalf:
         external = state.plan.load_end - local
         if external <= 0:
             return 0, False
-        state.load = _Load(local, *self._rows(state, local))
+        state.load = Load(local, *self._rows(state, local))
         state.load.background = self._in_background(request, state)
         return external, state.load.background
 
-    def _in_background(self, request: Any, state: _Request) -> bool:
+    def _in_background(self, request: Any, state: RequestState) -> bool:
         """Whether a load spreads over steps of its own instead of sharing one with the request's first chunk.
 
         vLLM fills the step up to its budget with the tokens after `load_end`. What we compute comes on top, and must not
@@ -209,9 +172,10 @@ class SchedulerHalf:
         """
         assert state.plan is not None and state.load is not None
         ours = run_tokens(state.load.recompute)
-        return ours > 0 and ours + request.num_tokens - state.plan.load_end > self.step_tokens
+        rest = request.num_tokens - state.plan.load_end
+        return ours > 0 and self._promised + ours + rest > self.step_tokens
 
-    def _give_up(self, state: _Request, local: int) -> None:
+    def _give_up(self, state: RequestState, local: int) -> None:
         """Forgets a plan: vLLM computes the rows. They are exact unless vLLM's own hit reaches the lineage's blocks."""
         plan, state.plan = state.plan, None
         assert plan is not None
@@ -223,7 +187,7 @@ class SchedulerHalf:
         recovery.prefix_tokens = local
         recovery.new_tokens = recovery.prompt_tokens - local
 
-    def _rows(self, state: _Request, start: int) -> tuple[list[LoadExtent], tuple[Run, ...]]:
+    def _rows(self, state: RequestState, start: int) -> tuple[list[LoadExtent], tuple[Run, ...]]:
         """Returns what to copy and what to compute of rows `[start, load_end)`; rows whose objects are gone are computed."""
         plan = state.plan
         assert plan is not None and state.parent is not None
@@ -257,10 +221,17 @@ class SchedulerHalf:
             recovery.asynchronous = state.loading = state.load.background
             state.blocks = tuple(block_ids)
             self._allocated.append(request)
+            if not state.loading:
+                self._promised += run_tokens(state.load.recompute)
         elif state.plan is None:
             recovery.prefix_tokens = recovery.local_tokens
             recovery.new_tokens = request.num_prompt_tokens - recovery.local_tokens
-        self._orders.notes[state.key] = recovery.model_dump(mode="json")
+        self._note(state, recovery.model_dump(mode="json"))
+
+    def _note(self, state: RequestState, note: dict[str, Any]) -> None:
+        """Keeps a report with the workers, unless the version is another request's."""
+        if state.owns_key:
+            self._orders.notes[state.key] = note
 
     @property
     def has_loads(self) -> bool:
@@ -276,13 +247,15 @@ class SchedulerHalf:
         """
         for request in self._allocated:
             self._order_load(request, self._requests[request.request_id], written)
-        self._allocated = []
+        self._allocated, self._promised = [], 0
         orders, self._orders = self._orders, StepOrders()
         orders.scheduled_tokens = scheduled_tokens
         orders.drop.extend(self.index.take_dropped())
+        if orders.loads or orders.saves or orders.drop or orders.clear:
+            orders.index = dict(self.index.stats())
         return orders
 
-    def _order_load(self, request: Any, state: _Request, written: Set[int]) -> None:
+    def _order_load(self, request: Any, state: RequestState, written: Set[int]) -> None:
         load, plan = state.load, state.plan
         assert load is not None and plan is not None
         # vLLM publishes a block when it is scheduled, so its hit may reach blocks that another request's prefill fills only
@@ -291,7 +264,7 @@ class SchedulerHalf:
             (i for i, block in enumerate(state.blocks[: load.start // self.block_size]) if block in written), None
         )
         if first is not None:
-            load = _Load(first * self.block_size, *self._rows(state, first * self.block_size), load.background)
+            load = Load(first * self.block_size, *self._rows(state, first * self.block_size), load.background)
         planned = run_tokens(clip_runs(plan.recompute, load.start, plan.load_end))
         state.recovery.lost_tokens = run_tokens(load.recompute) - planned
         self._orders.loads.append(
@@ -330,24 +303,25 @@ class SchedulerHalf:
         for request_id in report.saved | report.unsaved:
             self._end_save(request_id, ok=request_id in report.saved and request_id not in report.unsaved)
         evict: set[int] = set()
-        for request_id in report.failed:
-            evict |= self._load_failed(request_id)
+        for request_id, blocks in report.failed.items():
+            # Also when the request was aborted meanwhile: its blocks are free, and vLLM has published them.
+            evict |= blocks
+            self._load_failed(request_id)
         return evict
 
-    def _load_failed(self, request_id: str) -> set[int]:
+    def _load_failed(self, request_id: str) -> None:
         state = self._requests.get(request_id)
         if state is None:
-            return set()
+            return
         state.loading = False
-        first = state.load.start // self.block_size if state.load is not None else 0
-        blocks = set(state.blocks[first:])
         if state.plan is not None:
             state.recovery.reason = "the restore failed in the worker; vLLM computed the rows (see its log)"
             self._give_up(state, state.matched)
-        return blocks
 
     def _end_save(self, request_id: str, *, ok: bool) -> None:
-        version = self._saving.pop(request_id)
+        version = self._saving.pop(request_id, None)
+        if version is None:
+            return  # another rank has failed before this one was done
         if ok:
             self.index.commit(version)
         else:
@@ -372,10 +346,10 @@ class SchedulerHalf:
         if state.parent is not None:
             self.index.unpin(state.parent)
         note = recovery.model_dump(mode="json")
-        self._orders.notes[state.key] = {"saved": recovery.saved, "reason": recovery.reason}
+        self._note(state, {"saved": recovery.saved, "reason": recovery.reason})
         return keep, {KEY: note}
 
-    def _begin_save(self, request: Any, state: _Request, params: ResumeParams, block_ids: list[int]) -> bool:
+    def _begin_save(self, request: Any, state: RequestState, params: ResumeParams, block_ids: list[int]) -> bool:
         # The last sampled token has no KV yet, nor have tokens of a step in flight.
         computed = min(
             request.num_computed_tokens - request.num_in_flight_tokens,
@@ -409,7 +383,6 @@ class SchedulerHalf:
         self._orders.saves.append(
             SaveOrder(
                 request_id=request.request_id,
-                key=state.key,
                 block_ids=list(block_ids),
                 objects=[*saved.new],
             )
@@ -419,14 +392,10 @@ class SchedulerHalf:
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping for us: saves are open or orders wait."""
-        return bool(self._saving or self._orders.cancel)
+        return bool(self._saving or self._orders.cancel or self._orders.clear)
 
     def reset(self) -> None:
         """Drops every checkpoint; requests in flight are computed by vLLM."""
         self.index.clear()
         self.index.take_dropped()
         self._orders.clear = True
-
-    def stats(self) -> dict[str, Any]:
-        """Returns the index's counters."""
-        return dict(self.index.stats())

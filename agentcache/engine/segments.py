@@ -114,8 +114,13 @@ class SegmentForward:
         return tokens
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Segment]) -> torch.Tensor:
-        """Computes one batch; returns its hidden states `[T, hidden]` in the order of the given segments."""
+    def forward(self, batch: Sequence[Segment], *, moved: int = 0) -> torch.Tensor:
+        """Computes one batch; returns its hidden states `[T, hidden]` in the order of the given segments.
+
+        Args:
+            batch: Runs within the engine's limits.
+            moved: Added to the positions that the model sees, and to nothing else.
+        """
         # Backends that split decodes from prefills expect one-token runs first. Order within a batch is free: all rows of
         # a layer are written before any is read.
         order = sorted(range(len(batch)), key=lambda i: len(batch[i]))
@@ -134,7 +139,7 @@ class SegmentForward:
         seq_lens = torch.tensor(stops, dtype=torch.int32)
         total = len(positions)
         to = self._to_device
-        slots, positions = to(slots), to(positions)
+        slots, positions = to(slots), to(positions + moved)
         metadata = self.builder.build(
             0,
             CommonAttentionMetadata(

@@ -33,6 +33,7 @@ def check_config(config: Any) -> list[str]:
     window = _sliding_window(model, text)
     refuse(window, f"{window} use sliding-window attention")
     refuse(getattr(text, "attention_chunk_size", None), "it uses chunked local attention")
+    refuse(_without_rotary(text), "some of its layers have no rotary embedding (NoPE), others have")
     dtype = str(cache.cache_dtype)
     refuse(dtype not in ("auto", "bfloat16", "float16", "float32"), f"its resident KV cache is quantised ({dtype})")
     refuse(config.lora_config is not None, "LoRA is enabled: adapters change the KV")
@@ -69,6 +70,13 @@ def _sliding_window(model: Any, text: Any) -> str:
         return f"its {', '.join(other)} layers do not all have full attention or" if other else ""
     window = model.get_sliding_window()
     return f"its layers (window {window})" if window else ""
+
+
+def _without_rotary(text: Any) -> bool:
+    """Whether the configuration names layers without rotary embedding among others (Granite, SmolLM3, Llama-4)."""
+    thetas = getattr(text, "layer_rope_theta", None) or ()
+    flags = getattr(text, "no_rope_layers", None) or ()
+    return any(not theta for theta in thetas) or len(set(flags)) > 1
 
 
 def check_kv_cache_config(kv_cache_config: Any) -> list[str]:

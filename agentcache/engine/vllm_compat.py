@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-__all__ = ["attention_layers", "model_forward", "rotary_modules", "skips_prefix_cache"]
+from agentcache.errors import SelfCheckError
+
+__all__ = ["attention_layers", "model_forward", "rotary_modules"]
 
 
 def attention_layers(vllm_config: VllmConfig, names: list[str]) -> dict[str, Attention]:
     """Returns the attention modules of the given layer names, in that order.
 
     Raises:
-        TypeError: A layer is no plain `Attention` (e.g. MLA).
+        SelfCheckError: A layer is no plain `Attention` (e.g. MLA).
     """
     context = vllm_config.compilation_config.static_forward_context
     layers = {name: context[name] for name in names}
     for name, layer in layers.items():
         if not isinstance(layer, Attention):
-            raise TypeError(f"layer {name} is a {type(layer).__name__}, not a plain attention layer")
+            raise SelfCheckError(f"layer {name} is a {type(layer).__name__}, not a plain attention layer")
     return layers
 
 
@@ -40,8 +40,3 @@ def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         if isinstance(module, RotaryEmbeddingBase):
             seen[id(module)] = module
     return list(seen.values())
-
-
-def skips_prefix_cache(request: Any) -> bool:
-    """Whether vLLM drops any external match of this request (prompt log-probabilities, explicit opt-out)."""
-    return bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentcache.types import AlignedRun, Boundary, BoundaryKind, PromptDiff
+from agentcache.types import Boundary, BoundaryKind
 
 __all__ = ["KEY", "Recovery", "ResumeParams", "parse_params"]
 
@@ -56,12 +56,6 @@ class ResumeParams(BaseModel):
     def group(self) -> str:
         """The eviction group: the episode, or the version itself."""
         return self.episode or self.version
-
-    def diff(self, old_len: int, new_len: int) -> PromptDiff | None:
-        """Returns the diff that the caller sent, or None; raises ValueError when it does not fit the two lengths."""
-        if self.aligned is None:
-            return None
-        return PromptDiff(old_len, new_len, tuple(AlignedRun(*run) for run in self.aligned))
 
     def boundary_tuple(self) -> tuple[Boundary, ...]:
         """Returns the boundaries as values that policies read."""

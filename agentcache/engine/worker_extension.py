@@ -35,6 +35,9 @@ class WorkerExtension:
             runtime = Runtime(runner.get_model(), runner.vllm_config, runner.kv_cache_config, runner.device)
         except AgentCacheError as error:
             return {"ok": False, "reasons": [str(error)]}
+        except Exception as error:  # whatever a backend or a model does not have is a reason, not a crash
+            logger.exception("agentcache cannot use this engine")
+            return {"ok": False, "reasons": [f"{type(error).__name__}: {error}"]}
         half.attach(runtime)
         return {"ok": True, "reasons": [], **runtime.describe()}
 

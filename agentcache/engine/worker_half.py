@@ -70,6 +70,7 @@ class WorkerHalf:
         self._finished_loads: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self._report = StepReport()
+        self._index: dict[str, object] = {}
 
     def attach(self, runtime: Runtime) -> None:
         """Makes loads and saves possible; `runtime` has proved its claims."""
@@ -86,6 +87,8 @@ class WorkerHalf:
         for request_id in orders.cancel:
             if self._background.pop(request_id, None) is not None:
                 self._finished_loads.add(request_id)
+        if orders.index:
+            self._index = orders.index
         for key, note in orders.notes.items():
             self._note(key, note)
         now: list[_Load] = []
@@ -211,9 +214,10 @@ class WorkerHalf:
 
     def _fail(self, order: LoadOrder) -> None:
         """Gives the rows of a load back to vLLM: its blocks are invalid and the scheduler half evicts their hashes."""
-        self._report.failed.add(order.request_id)
         assert self.runtime is not None
-        self._invalid_blocks.update(order.block_ids[order.start // self.runtime.block_size :])
+        blocks = set(order.block_ids[order.start // self.runtime.block_size :])
+        self._report.failed[order.request_id] = blocks
+        self._invalid_blocks |= blocks
         if order.background:
             self._finished_loads.add(order.request_id)
 
@@ -292,4 +296,5 @@ class WorkerHalf:
             "payload_bytes": self.store.size_bytes,
             "pending_saves": len(self._saves),
             "background_loads": len(self._background),
+            "index": dict(self._index),
         }
