@@ -97,7 +97,7 @@ class DiskStore(Tier):
             return disk_failed(error)
 
     def _complete(self, ticket: str) -> Manifest | Refused:
-        return self._writer.do(lambda: self._writer.publish(ticket))
+        return self._writer.publish(ticket)
 
     def _abort(self, ticket: str) -> None:
         if ticket in self._catalog.saves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from agentcache.store.tiers.catalog import Catalog, Draft, Place
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class FolderWriter:
-    """Changes a folder and its catalog together. All methods but `do`, `end_save` and `close` are to be called inside `do`.
+    """Changes a folder and its catalog together. `open_save` and `drop` are to be called inside `do`.
 
     Args:
         catalog: Of the folder.
@@ -108,7 +108,7 @@ class FolderWriter:
                 return victims
         try:
             self.files.make_folder(self.folder.staging / ticket)
-            self.files.write_whole(self.folder.staging / ticket / "draft", draft.encode())
+            self.files.write_whole(self.folder.staging / ticket / "draft", draft.encode(), sync=False)
             self.drop([victim.name for victim in victims])
         except OSError:
             self._doomed.add(ticket)
@@ -117,45 +117,59 @@ class FolderWriter:
         return ticket
 
     def publish(self, ticket: str) -> Manifest | Refused:
-        """Makes the version of a save visible: payloads first, then its manifest, by one rename; raises OSError."""
+        """Makes the version of a save visible, by one rename. The folder is locked for the manifest's write alone."""
+        try:
+            draft = self.catalog.saves.get(ticket) or read_draft(self.folder, ticket)
+            if draft is None or ticket in self._doomed:
+                return Refused("there is no such open save", "invalid")
+            placed = place_objects(self.folder, ticket, draft)
+            if isinstance(placed, Refused):
+                return placed
+            move_payloads(self.folder, ticket, draft.manifest)
+        except OSError as error:
+            return disk_failed(error)
+        sealed = self.do(lambda: self._link(ticket, draft.manifest, placed))
+        if isinstance(sealed, Manifest):
+            try:
+                self.files.sync_folder(self.folder.versions)
+                self.files.remove_folder(self.folder.staging / ticket)
+            except OSError as error:
+                self._doomed.add(ticket)
+                logger.warning("version %r is stored, but a power cut may undo it: %s", sealed.version, error)
+        return sealed
+
+    def _link(self, ticket: str, manifest: Manifest, placed: Mapping[str, ObjectEntry]) -> Manifest | Refused:
+        """Writes the manifest of a save whose payloads are in place, and moves it to where it is seen; raises OSError."""
         catalog = self.catalog
-        draft = catalog.saves.get(ticket)
-        if draft is None or ticket in self._doomed:
-            return Refused("there is no such open save", "invalid")
-        placed = place_objects(self.folder, ticket, draft)
-        if isinstance(placed, Refused):
-            return placed
         with self.lock:
-            if draft.manifest.name in catalog.files:
-                return Refused(f"version {draft.manifest.version!r} exists already", "exists")
-            fault = inherited_fault(draft.manifest, catalog.ledger.records)
+            if ticket not in catalog.saves:
+                return Refused("there is no such open save", "invalid")
+            if manifest.name in catalog.files:
+                return Refused(f"version {manifest.version!r} exists already", "exists")
+            fault = inherited_fault(manifest, catalog.ledger.records)
             if fault is not None:
                 return fault
             sequence, last_use = self.folder.next_sequence(catalog.latest_sequence), catalog.tick()
-        sealed = draft.manifest.with_objects((placed.get(e.key, e) for e in draft.manifest.objects), sequence)
-        move_payloads(self.folder, ticket, draft.manifest)
-        staged = self.folder.staging / ticket / "manifest"
+        sealed = manifest.with_objects((placed.get(e.key, e) for e in manifest.objects), sequence)
+        home = self.folder.staging / ticket
         target = self.folder.manifest_path(sealed.name, sequence)
-        self.files.write_whole(staged, sealed.encode())
-        self.files.mark_use(staged, last_use, 0)
+        self.files.write_whole(home / "manifest", sealed.encode())
+        self.files.mark_use(home / "manifest", last_use, 0)
         try:
             with self.lock, self.folder.change(catalog.latest_sequence):
-                self.files.rename(staged, target)
-            self.files.sync_folder(self.folder.versions)
+                self.files.rename(home / "manifest", target)
+            self.files.unlink(home / "draft")  # nobody takes it for an open save any more
         except OSError as error:
             if not target.exists():
                 raise
-            logger.warning("version %r is stored, but a power cut may undo it: %s", sealed.version, error)
+            logger.warning(
+                "version %r is stored; what is left of its save could not be removed: %s", sealed.version, error
+            )
         with self.lock:
             if sealed.name not in catalog.files:  # else another thread has looked into the folder
                 catalog.add(sealed, last_use)
             catalog.own_change()
             catalog.remove(ticket)
-        try:
-            self.files.remove_folder(self.folder.staging / ticket)
-        except OSError as error:
-            self._doomed.add(ticket)
-            logger.warning("what is left of a save will be removed with the next one: %s", error)
         return sealed
 
     def end_save(self, ticket: str) -> None:

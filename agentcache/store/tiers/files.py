@@ -83,11 +83,12 @@ class Files:
         finally:
             os.close(fd)
 
-    def write_whole(self, path: Path, data: bytes) -> None:
-        """Makes a file that holds these bytes and has reached the disk; its name is not yet safe there."""
+    def write_whole(self, path: Path, data: bytes, sync: bool = True) -> None:
+        """Makes a file that holds these bytes, on the disk with `sync`; its name is not yet safe there."""
         fd = self.create(path)
         try:
             self.write(fd, data, 0)
-            self.sync(fd)
+            if sync:
+                self.sync(fd)
         finally:
             os.close(fd)

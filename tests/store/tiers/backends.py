@@ -45,10 +45,10 @@ class FailingFiles(Files):
         if name.startswith("_") or name in FailingFiles.__dict__ or not callable(method):
             return method
 
-        def change(*args: Any) -> Any:
+        def change(*args: Any, **options: Any) -> Any:
             self.before(name)
             result = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else None
-            result = method(*args) or result
+            result = method(*args, **options) or result
             self.changes.append((name, args, result))
             return result
 

@@ -34,11 +34,11 @@ class DeadlyFiles(Files):
         if name.startswith("_") or not callable(method):
             return method
 
-        def change(*args: Any) -> Any:
+        def change(*args: Any, **options: Any) -> Any:
             self.left -= 1
             if self.left == 0 and not self.after:
                 die()
-            result = method(*args)
+            result = method(*args, **options)
             if self.left == 0:
                 die()
             return result
