@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from agentcache.bench_resume import make_edit, sample_ids
+from agentcache.bench_resume import empty_prefix_cache, make_edit, sample_ids
 from agentcache.cache import AgentCache
 from agentcache.environment import hardware, versions
 from agentcache.reply import Reply
@@ -100,7 +100,7 @@ def run(
         for rep in track(range(-1, reps), description="measuring", console=console, transient=True):
             # Every repetition's turn differs in its first token, so that none is found in the prefix cache.
             new_turn = [load.ids[rep + 1], *tail[1:]]
-            cache.reset_prefix_cache()
+            empty_prefix_cache(cache)
             parent = episode.generate(edit.old, max_tokens=1).version
 
             def append(new_turn: list[int] = new_turn) -> Reply:

@@ -21,12 +21,12 @@ from rich.table import Table
 
 from agentcache.cache import AgentCache, Episode
 from agentcache.environment import hardware, versions
-from agentcache.errors import ConfigError
+from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.quality import kl_divergence, top1_agrees
 from agentcache.reply import RecoveryReport, Reply
 from agentcache.samples import load_hotpot_sample
 
-__all__ = ["Edit", "make_edit", "percentiles", "run", "sample_ids"]
+__all__ = ["Edit", "empty_prefix_cache", "make_edit", "percentiles", "run", "sample_ids"]
 
 OLD_SPAN, NEW_SPAN = 32, 40  # tokens: the edit changes the length, so all that follows moves
 _DECODE_TOKENS = 8
@@ -62,6 +62,19 @@ def make_edit(ids: Sequence[int], context: int, edit_at: float) -> Edit:
     old = list(ids[:context])
     span = list(ids[context : context + NEW_SPAN])
     return Edit(old, old[:at] + span + old[at + OLD_SPAN :], at)
+
+
+def empty_prefix_cache(cache: AgentCache) -> None:
+    """Empties vLLM's prefix cache, waiting for saves that still hold blocks.
+
+    Raises:
+        AgentCacheError: Blocks are in use for more than 30 s.
+    """
+    deadline = time.monotonic() + 30
+    while not cache.reset_prefix_cache():
+        if time.monotonic() > deadline:
+            raise AgentCacheError("vLLM's prefix cache cannot be emptied: blocks were in use for 30 s")
+        time.sleep(0.02)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -113,7 +126,7 @@ class _Bench:
 
     def prime(self, tokens: int) -> None:
         """Leaves exactly the first `tokens` of the new prompt in vLLM's prefix cache."""
-        self.cache.reset_prefix_cache()
+        empty_prefix_cache(self.cache)
         self.cache.generate(self.edit.new[:tokens], max_tokens=1)
 
     def resume(self, policy: str, *, salt: str, logprobs: int | None = None) -> Reply:

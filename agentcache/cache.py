@@ -7,7 +7,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, Unpack
 
@@ -42,58 +42,56 @@ class _LoopThread:
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Returns what a coroutine returns. An interrupt of the wait cancels it, and waits until it has ended."""
-        ended = threading.Event()
-
-        async def run() -> T:
-            try:
-                return await coroutine
-            finally:
-                ended.set()
-
-        if not self._thread.is_alive():
-            coroutine.close()
-            raise AgentCacheError("this cache is closed; make a new one")
-        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        future, cancel = self._start(coroutine)
         try:
             return future.result()
         finally:
             if not future.done():
-                future.cancel()
-                ended.wait()
+                cancel()
+                wait([future])
 
     def iterate(self, chunks: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Yields what an asynchronous generator yields; closing this one closes that one."""
-        items: queue.SimpleQueue[T | BaseException | None] = queue.SimpleQueue()
+        items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
 
         async def pump() -> None:
-            try:
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        items.put(chunk)
-                items.put(None)
-            except BaseException as error:
-                items.put(error)
-                raise
-            finally:
-                ended.set()
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    items.put(chunk)
 
-        ended = threading.Event()
-        future = self._submit(pump())
+        future, cancel = self._start(pump())
+        future.add_done_callback(lambda _: items.put(None))
         try:
             while (item := items.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
                 yield item
+            future.result()
         finally:
             if not future.done():
-                future.cancel()
-                ended.wait()
+                cancel()
+                wait([future])
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> tuple[Future[T], Callable[[], object]]:
+        """Starts a coroutine on the loop; returns the future of its end, whichever it is, and what cancels it."""
         if not self.alive:
             coroutine.close()
             raise AgentCacheError("this cache is closed; make a new one")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def finish(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                future.set_exception(CancelledError())
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(finish)
+
+        self._loop.call_soon_threadsafe(begin)
+        return future, lambda: self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
 
     def stop(self) -> None:
         """Ends the loop and its thread; open calls end first, those that do not are cancelled. Idempotent."""
@@ -226,7 +224,7 @@ class AgentCache:
         return self._thread.call(self._cache.render(messages, tools=tools))
 
     def subscribe(self, subscriber: Subscriber, kinds: Iterable[EventKind] | None = None) -> Callable[[], None]:
-        """Adds a function that gets each event, on the cache's thread; returns the function that removes it."""
+        """Adds a function that gets each event, on the cache's thread or the caller's; returns the function that removes it."""
         return self._cache.subscribe(subscriber, kinds)
 
     def stats(self) -> dict[str, Any]:

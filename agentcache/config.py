@@ -23,6 +23,7 @@ class ConnectorConfig(BaseModel):
         verify_checksums: Whether each block's checksum is compared when it is restored.
         precision: How KV rows are stored: `exact` (bit by bit), `k8v8` or `k8v4` (quantised: what is restored from them is
             approximate, also in the prefix), or a format for comparison, see `docs/checkpoint-format.md`.
+        policy_modules: Modules that register recovery policies; the engine's processes import them at start-up.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,6 +33,7 @@ class ConnectorConfig(BaseModel):
     save_tokens_per_step: int = Field(default=512, ge=1)
     verify_checksums: bool = True
     precision: str = Field(default="exact", min_length=1, max_length=32)
+    policy_modules: tuple[str, ...] = ()
 
 
 class CacheConfig(BaseModel):

@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from agentcache.bench_resume import empty_prefix_cache
 from agentcache.cache import AgentCache, Episode
 from agentcache.environment import hardware, versions
 from agentcache.quality import kl_divergence, top1_agrees
@@ -109,7 +110,7 @@ class _Demo:
 
     def _restore_state(self) -> None:
         """Leaves the previous version, and nothing else, in vLLM's prefix cache."""
-        self.cache.reset_prefix_cache()
+        empty_prefix_cache(self.cache)
         if self.previous:
             self.cache.generate(self.previous, max_tokens=1)
 

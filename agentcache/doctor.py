@@ -7,7 +7,7 @@ import importlib.util
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -28,7 +28,6 @@ _BROKEN_TOGETHER = ("torchvision", "torchaudio", "torchcodec")
 class _Findings:
     console: Console
     ok: bool = True
-    lines: list[str] = field(default_factory=list)
 
     def good(self, text: str) -> None:
         self.console.print(f"[green]✓[/] {text}", highlight=False)
@@ -136,6 +135,9 @@ def _engine(findings: _Findings, model: str, gpu: bool) -> None:
         cache.reset_prefix_cache()
         for policy in ("prefix_cache", "edit_local"):
             reply = episode.generate(edit.new, max_tokens=8, policy=policy, parent=parent, save=False)
-            findings.good(f"{reply.recovery}")
+            recovery = reply.recovery
+            assert recovery is not None
+            recovered = recovery.reason is None and (policy == "prefix_cache" or recovery.reused_tokens > 0)
+            (findings.good if recovered else findings.bad)(f"{recovery}")
             if policy == "prefix_cache" and reply.token_ids != exact:
                 findings.bad(f"the exact policy's reply {reply.token_ids} is not that of vLLM alone {exact}")

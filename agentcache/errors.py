@@ -83,7 +83,7 @@ class RequestError(AgentCacheError):
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """A request took longer than its `timeout`; it was aborted and its blocks are free."""
+    """A request took longer than its `timeout`; it was aborted in the engine."""
 
 
 class StoreError(AgentCacheError):

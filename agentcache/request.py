@@ -78,7 +78,7 @@ class RequestOptions(BaseModel):
     logprobs: Annotated[int, Field(ge=-1)] | None = None
     policy: str | None = None
     policy_options: dict[str, int | float | str | bool | None] | None = None
-    parent: str | None = None
+    parent: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     save: bool = True
     timeout: Annotated[float, Field(gt=0)] | None = None
     tools: list[dict[str, Any]] | None = None

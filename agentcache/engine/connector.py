@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ class AgentCacheConnector(KVConnectorBase_V1):
         known = [*Tag, *COMPARISON]
         if config.precision not in known:
             raise ConfigError(f"precision={config.precision!r} is not allowed; choose one of {', '.join(known)}")
+        for module in config.policy_modules:
+            importlib.import_module(module)
         self.worker: WorkerHalf | None = None
         self.scheduler: SchedulerHalf | None = None
         if role == KVConnectorRole.WORKER:

@@ -28,6 +28,8 @@ from agentcache.weights import resolve_model
 
 __all__ = ["AsyncAgentCache"]
 
+_IDLE_S = 30.0
+
 
 class AsyncAgentCache:
     """A model on an embedded vLLM whose episodes resume after their prompts were edited.
@@ -78,7 +80,7 @@ class AsyncAgentCache:
         """Returns self with a new engine. Episodes keep their history; their KV is gone, so each next request is exact."""
         async with self._lifecycle:
             if self._model is None:
-                raise AgentCacheError("this cache was never started; call start()")
+                raise AgentCacheError("this cache is not open; call start()")
             await self._stop()
             await self._launch()
         return self
@@ -86,6 +88,7 @@ class AsyncAgentCache:
     async def close(self) -> None:
         """Ends the engine and its processes. Idempotent; open requests fail with EngineDeadError."""
         async with self._lifecycle:
+            self._model = None
             await self._stop()
             self._until_close.close()
 
@@ -191,9 +194,20 @@ class AsyncAgentCache:
         self, old_ids: Sequence[int], new_ids: Sequence[int], prefix: int, suffix: int
     ) -> dict[str, float]:
         """Returns a recovery's relative errors against a full prefill (`engine.selfcheck`); the engine must be idle."""
+        await self._empty()
         ranks = await self._session.running().call("agentcache_check", list(old_ids), list(new_ids), prefix, suffix)
-        await self.reset_prefix_cache()
+        await self._empty()
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    async def _empty(self) -> None:
+        """Empties the prefix cache of an engine without open requests or saves."""
+        deadline = time.monotonic() + _IDLE_S
+        while not await self.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise AgentCacheError(
+                    f"the engine is not idle: requests or saves were open for {_IDLE_S:.0f} s; end them first"
+                )
+            await asyncio.sleep(0.05)
 
     @property
     def pids(self) -> list[int]:

@@ -14,6 +14,7 @@ from agentcache.episodes import Revision
 from agentcache.errors import ConfigError, UnknownVersionError
 from agentcache.events import KVPaused, KVResumed
 from agentcache.recovery import get_policy
+from agentcache.recovery.registry import check_policy_reaches_engine
 from agentcache.reply import Reply, StreamChunk, VersionRecord
 from agentcache.request import GenerateOptions, Messages, RequestOptions
 
@@ -112,7 +113,7 @@ class AsyncEpisode:
         self._session.bus.emit(KVResumed(episode=self.id, key=key, version=self.head))
 
     def drop(self) -> None:
-        """Forgets the episode and every version that no fork needs."""
+        """Forgets the episode and every version that no fork needs. Their checkpoints leave the store when it needs the room."""
         for version in self._session.tracker.drop(self.id):
             self._session.reports.pop(version, None)
             self._session.without_kv.discard(version)
@@ -126,10 +127,11 @@ class AsyncEpisode:
         request = RequestOptions.build(options)
         policy, policy_options = self._policy(request)
         session.running()
-        parent = request.parent or self._recoverable_head()
+        parent = request.parent if request.parent is not None else self._recoverable_head()
         prompt = await session.render(messages, request.tools, replies=self._replies(parent), began=self._began())
         started = time.perf_counter()
         revision = self._record(prompt, parent, request)
+        session.without_kv.add(revision.version)
         resume = ResumeParams(
             version=revision.version,
             parent=parent or revision.parent,
@@ -142,7 +144,6 @@ class AsyncEpisode:
             save=request.save,
             salt=request.salt,
         )
-        session.without_kv.add(revision.version)
         generated: list[int] = []
         reply: Reply | None = None
         chunks = session.run(
@@ -170,7 +171,7 @@ class AsyncEpisode:
         policy = request.policy or config.policy
         given = request.policy_options
         options = given if given is not None else config.policy_options if policy == config.policy else {}
-        get_policy(policy, options)
+        check_policy_reaches_engine(get_policy(policy, options), config.connector.policy_modules)
         return policy, options
 
     def _recoverable_head(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -13,7 +13,14 @@ from pydantic import TypeAdapter, ValidationError
 from agentcache.errors import ConfigError
 from agentcache.recovery.base import RecoveryPolicy
 
-__all__ = ["ENTRY_POINT_GROUP", "declaration_fault", "get_policy", "policy_names", "register"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "check_policy_reaches_engine",
+    "declaration_fault",
+    "get_policy",
+    "policy_names",
+    "register",
+]
 
 ENTRY_POINT_GROUP = "agentcache.policies"
 """Each entry point is named as its policy and points at the class."""
@@ -72,6 +79,22 @@ def get_policy(name: str, options: Mapping[str, Any] | None = None) -> RecoveryP
             reasons = "; ".join(e["msg"] for e in error.errors())
             raise ConfigError(f"policy {name!r}: {option}={value!r} is not allowed: {reasons}") from error
     return policy(**given)
+
+
+def check_policy_reaches_engine(policy: RecoveryPolicy, modules: Sequence[str]) -> None:
+    """Raises ConfigError when the engine's processes, which import no user script, will not know a policy.
+
+    Args:
+        policy: As this process knows it.
+        modules: `ConnectorConfig.policy_modules`, which the engine imports.
+    """
+    module = type(policy).__module__
+    if module.partition(".")[0] == "agentcache" or module in modules or policy.name in _plugins():
+        return
+    raise ConfigError(
+        f"policy {policy.name!r} is defined in {module!r}, which the engine does not import: put it in an importable module and "
+        f"name that in connector={{'policy_modules': [...]}}, or offer it under the entry point group {ENTRY_POINT_GROUP!r}"
+    )
 
 
 @cache

@@ -125,3 +125,14 @@ def test_an_entry_point_that_is_no_policy_of_its_name_is_refused(
     offer(monkeypatch, name, f"{__name__}:{value}")
     with pytest.raises(ConfigError, match=f"entry point '{name}' gives .*{value}"):
         get_policy(name)
+
+
+def test_a_policy_that_the_engine_cannot_import_is_refused():
+    from agentcache.recovery.registry import check_policy_reaches_engine
+
+    built_in = get_policy("edit_local")
+    check_policy_reaches_engine(built_in, ())
+    script = type("Scripted", (type(built_in),), {"__module__": "my_script"})()
+    with pytest.raises(ConfigError, match="policy_modules"):
+        check_policy_reaches_engine(script, ("another",))
+    check_policy_reaches_engine(script, ("my_script",))
