@@ -2,8 +2,10 @@
 
 A spawned process imports its parent's main module before anything else. The engine needs nothing of the user's script, and a
 script without `if __name__ == "__main__":` would start engines without end, so `launch` names this module as the main one. It
-sends the process's output to the engine's log, where only errors shall stand, and ends the process when its parent is gone:
-vLLM's EngineCore outlives a caller that was killed.
+
+- blocks SIGINT: Ctrl-C in a terminal shall reach only the caller, which aborts its request and keeps the engine;
+- sends the process's output to the engine's log, where only errors shall stand;
+- ends the process when its parent is gone: vLLM's EngineCore outlives a caller that was killed.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__mp_main__":
+    # Threads that are started later inherit the mask; so does the worker, which runs this module too.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if log := os.environ.get(LOG_VARIABLE):
         _log_errors(log)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="agentcache-parent", daemon=True).start()

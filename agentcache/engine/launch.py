@@ -1,15 +1,15 @@
-"""Starts and stops vLLM for an `AgentCache`: engine arguments, environment, start-up checks, processes.
+"""Starts and stops vLLM for an `AgentCache`: environment, start-up checks, processes.
 
 Three processes serve one cache: the caller, vLLM's EngineCore (scheduler) and its Worker (model). The last two are spawned with
-`agentcache.engine.child` as their main module and with SIGINT blocked, so that Ctrl-C in a terminal reaches only the caller, which
-aborts its request and keeps the engine.
+`agentcache.engine.child` as their main module.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import difflib
+import contextlib
+import gc
 import importlib.util
 import logging
 import math
@@ -20,131 +20,36 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 from pydantic import ValidationError
 
 from agentcache.config import CacheConfig
+from agentcache.engine.arguments import engine_args, import_vllm, is_quiet
 from agentcache.engine.child import LOG_VARIABLE
 from agentcache.engine.support import check_config
-from agentcache.errors import AgentCacheError, ConfigError, EngineDeadError, RequestError, UnsupportedModelError
+from agentcache.errors import ConfigError, EngineDeadError, RequestError, UnsupportedModelError
 
-__all__ = ["Engine", "EngineStart", "engine_args"]
+__all__ = ["Engine", "EngineStart"]
 
-WORKER_EXTENSION: Final = "agentcache.engine.worker_extension.WorkerExtension"
 CHILD_MODULE: Final = "agentcache.engine.child"
-# Set by the cache itself: a second value in `engine_args` would contradict its own settings.
-RESERVED: Final = {
-    "model": "model",
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "block_size": "block_size",
-    "kv_cache_memory_bytes": "kv_bytes",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "seed": "seed",
-    "kv_transfer_config": "connector",
-    "worker_extension_cls": "connector",
-}
 _STOP_S: Final = 30.0
 _LOG_LINES: Final = 8
 _LOG_PREFIX: Final = re.compile(r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] ?")
 _ERROR_LINE: Final = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _CALL_POLL_S: Final = 0.5
+_KILL_POLL_S: Final = 0.1
 _start_lock = threading.Lock()
 
 
-def _quiet() -> bool:
-    """Whether vLLM's output is kept from the terminal: unless VLLM_LOGGING_LEVEL asks for more than errors."""
-    return os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper() == "ERROR"
-
-
-def _import_vllm() -> None:
-    """Imports vLLM, and without its start-up noise when it shall be quiet."""
-    if _quiet():
-        logging.getLogger("vllm").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import vllm.engine.arg_utils
-            import vllm.v1.engine.async_llm  # noqa: F401
-        except ImportError as error:
-            raise AgentCacheError(
-                f"vLLM cannot be imported: {error}\n"
-                "Install one of the two engines: pip install 'agentcache-kv[cpu]' or 'agentcache-kv[gpu]'."
-            ) from error
-
-
-def _default_kv_bytes() -> int:
-    """Returns a quarter of the memory that is free on the node with the least of it."""
-    from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
-
-    return int(min(get_memory_node_info(node).available_memory for node in get_visible_memory_node()) // 4)
-
-
-def engine_args(config: CacheConfig, model: str) -> Any:
-    """Returns the `AsyncEngineArgs` of a cache.
-
-    Args:
-        config: The cache's settings.
-        model: Folder or hub id.
-
-    Raises:
-        ConfigError: `config.engine_args` names an unknown argument or one that the cache sets itself.
-    """
-    _import_vllm()
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-
-    known = {f.name for f in fields(AsyncEngineArgs)}
-    for name in config.engine_args:
-        if name in RESERVED:
-            raise ConfigError(f"engine_args may not hold {name!r}: use the cache's own setting {RESERVED[name]!r}")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            raise ConfigError(
-                f"engine_args: vLLM has no engine argument {name!r}"
-                + (f"; did you mean {', '.join(near)}?" if near else "")
-            )
-    on_cpu = current_platform.is_cpu()
-    kv_bytes = config.kv_bytes
-    if kv_bytes is None and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        kv_bytes = _default_kv_bytes()
-    arguments: dict[str, Any] = {
-        "model": model,
-        "dtype": config.dtype,
-        "max_model_len": config.max_model_len,
-        "block_size": config.block_size,
-        "kv_cache_memory_bytes": kv_bytes,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "seed": config.seed,
-        "enable_prefix_caching": True,
-        "enforce_eager": on_cpu,
-        "max_logprobs": -1,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": WORKER_EXTENSION,
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector="AgentCacheConnector",
-            kv_connector_module_path="agentcache.engine.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=config.connector.model_dump(mode="json") | {"host_bytes": config.host_bytes},
-        ),
-    }
-    given = {name: value for name, value in (arguments | config.engine_args).items() if value is not None}
-    return AsyncEngineArgs(**given)
-
-
-@contextmanager
+@contextlib.contextmanager
 def _environment(config: CacheConfig, log: Path | None) -> Iterator[None]:
     """Holds the environment that the engine's processes inherit; what it or vLLM changed is put back at the end."""
     before = dict(os.environ)
@@ -165,7 +70,7 @@ def _environment(config: CacheConfig, log: Path | None) -> Iterator[None]:
         os.environ.update(before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _child_main() -> Iterator[None]:
     """Lets spawned processes import `CHILD_MODULE` in place of this process's main module."""
     main = sys.modules["__main__"]
@@ -247,8 +152,6 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the engine and all its processes. Idempotent."""
-        import psutil
-
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -263,7 +166,8 @@ class Engine:
         del self.llm  # its `__del__` fails when it runs as late as the interpreter's own end
         _, alive = psutil.wait_procs(self._tree, timeout=_STOP_S)
         for process in alive:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                process.kill()
         psutil.wait_procs(alive, timeout=_STOP_S)
         for core in self._cores:
             core.join(timeout=_STOP_S)
@@ -291,77 +195,89 @@ class EngineStart:
         self._config = config
         self._model = model
         self._given_up = threading.Event()
+        self._ended = threading.Event()
+        self._wake = threading.Event()
         self._timed_out = False
         # Children of this process before the start; None while nothing of ours can run.
         self._before: set[int | None] | None = None
 
     def run(self) -> Engine:
-        """Returns the engine once it is ready. Blocks SIGINT in the calling thread, so call it on a thread of its own.
+        """Returns the engine once it is ready.
 
         Raises:
             ConfigError: vLLM does not accept the settings.
             UnsupportedModelError: The model's KV cannot be recovered.
-            EngineDeadError: The engine did not start; carries the end of its log.
+            EngineDeadError: The engine did not start; carries what its log says.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        arguments = engine_args(self._config, self._model)
         log = None
-        if _quiet():
+        if is_quiet():
             handle, name = tempfile.mkstemp(prefix="agentcache-engine-", suffix=".log")
             os.close(handle)
             log = Path(name)
-        timer = threading.Timer(self._config.start_timeout_s, self._time_out)
-        timer.daemon = True
-        timer.start()
+        watcher = threading.Thread(target=self._watch, name="agentcache-start-watch", daemon=True)
+        watcher.start()
         try:
-            # One start at a time: the environment and the main module belong to the whole process.
-            with _start_lock, _environment(self._config, log), _child_main():
-                return self._launch(arguments, log)
+            return self._launch(log)
         except BaseException as error:
             self._kill()
-            if log is not None and not isinstance(error, EngineDeadError):  # that one names its log
-                log.unlink(missing_ok=True)
+            if log is not None and (not isinstance(error, EngineDeadError) or not log.stat().st_size):
+                log.unlink()
             raise
         finally:
+            self._ended.set()
+            self._wake.set()
+            watcher.join()
             self._before = None
-            timer.cancel()
 
     def give_up(self) -> None:
-        """Makes `run` raise soon: kills the processes that it has started."""
+        """Makes `run` raise soon: what it has started is killed."""
         self._given_up.set()
-        self._kill()
+        self._wake.set()
 
-    def _time_out(self) -> None:
-        self._timed_out = True
-        self.give_up()
+    def _watch(self) -> None:
+        """Kills what was started when the start takes too long or is given up, also what starts meanwhile."""
+        self._wake.wait(self._config.start_timeout_s)
+        if self._ended.is_set():
+            return
+        self._timed_out = not self._given_up.is_set()
+        self._given_up.set()
+        while not self._ended.wait(_KILL_POLL_S):
+            self._kill()
 
-    def _launch(self, arguments: Any, log: Path | None) -> Engine:
+    def _launch(self, log: Path | None) -> Engine:
+        import_vllm()
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        try:
-            vllm_config = arguments.create_engine_config()
-        except (ValueError, OSError, TypeError, NotImplementedError, VLLMClientError) as error:
-            raise ConfigError(f"vLLM does not accept these settings for {self._model}: {_reason(error)}") from error
-        if reasons := check_config(vllm_config):
-            raise UnsupportedModelError(self._model, reasons)
-        self._before = {process.pid for process in multiprocessing.active_children()}
-        if self._given_up.is_set():
-            raise EngineDeadError("the start of the engine was given up")
-        try:
-            llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-        except Exception as error:
-            why = (
-                f"within start_timeout_s={self._config.start_timeout_s:g}; give it more time"
-                if self._timed_out
-                else f"with {self._model}: {error}"
-            )
-            raise EngineDeadError(f"the vLLM engine did not start {why}{_log_tail(log)}") from error
+        # One start at a time: the environment and the main module belong to the whole process.
+        with _start_lock, _environment(self._config, log), _child_main():
+            try:
+                vllm_config = engine_args(self._config, self._model).create_engine_config()
+            except (ValueError, OSError, TypeError, NotImplementedError, VLLMClientError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                reason = f"vLLM does not accept these settings for {self._model}: {_reason(error)}"
+                raise ConfigError(reason) from error
+            if reasons := check_config(vllm_config):
+                raise UnsupportedModelError(self._model, reasons)
+            self._before = {process.pid for process in multiprocessing.active_children()}
+            try:
+                if self._given_up.is_set():
+                    raise RuntimeError("the start was given up")
+                llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+            except Exception as error:
+                _release(error)
+                raise EngineDeadError(f"the vLLM engine did not start {self._why(error)}{_log_tail(log)}") from error
         if log is not None:
             # When the engine dies each request raises, so that its traceback says nothing new.
             logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
         cores = self._processes()
         return Engine(llm, log, cores, _tree(cores))
+
+    def _why(self, error: Exception) -> str:
+        if self._timed_out:
+            return f"within start_timeout_s={self._config.start_timeout_s:g}; give it more time"
+        return f"with {self._model}: {error}"
 
     def _processes(self) -> list[BaseProcess]:
         """Returns the EngineCore processes that this start has spawned and that still run."""
@@ -374,15 +290,14 @@ class EngineStart:
     def _kill(self) -> None:
         cores = self._processes()
         for process in _tree(cores):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                process.kill()
         for core in cores:
             core.join(timeout=_STOP_S)
 
 
 def _tree(cores: list[BaseProcess]) -> list[Any]:
     """Returns handles of EngineCore processes and all that they have started, EngineCores first."""
-    import psutil
-
     found: list[Any] = []
     for core in cores:
         try:
@@ -391,6 +306,14 @@ def _tree(cores: list[BaseProcess]) -> list[Any]:
         except psutil.NoSuchProcess:
             continue  # it ended meanwhile
     return found
+
+
+def _release(error: Exception) -> None:
+    """Frees what the frames of a failed start hold: vLLM leaves its ZeroMQ context open, and that one warns of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
 
 
 def _reason(error: Exception) -> str:
