@@ -58,6 +58,7 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 EXTENSION = "agentcache.engine.worker_extension.WorkerExtension"
+_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it
 TIE = 1e-4
 """Two best log-probabilities that are closer may come out in either order after a different summation order."""
 
@@ -86,14 +87,13 @@ def lossy(version: str, parent: str = "v1", policy: str = "edit_local", **more: 
 @contextmanager
 def engine_environment() -> Iterator[None]:
     """Undoes what an engine in this process changes in it: environment, vLLM's cache of it, torch's thread setter."""
-    saved, setter, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny models gain nothing from more, and a busy machine makes threads wait for each other
+    saved, threads = dict(os.environ), torch.get_num_threads()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     envs.disable_envs_cache()
     try:
         yield
     finally:
-        torch.set_num_threads = setter
+        torch.set_num_threads = _set_num_threads
         torch.set_num_threads(threads)
         os.environ.clear()
         os.environ.update(saved)
@@ -119,7 +119,8 @@ class Answer:
         return self.prompt + self.tokens
 
 
-def _start(model: Path, **args: Any) -> LLM:
+def _start(model: Path, threads: int, **args: Any) -> LLM:
+    _set_num_threads(threads)
     with warnings.catch_warnings():
         # vLLM looks at every name of every loaded module when its worker starts.
         warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
@@ -138,12 +139,13 @@ class Engine:
     Args:
         model: Model folder.
         blocks: KV blocks of the engine, the null block included.
+        threads: Of torch; tiny models gain nothing from more, and a busy machine makes threads wait for each other.
         extra: The connector's settings.
         args: Further arguments of `vllm.LLM`.
     """
 
     def __init__(
-        self, model: Path, *, blocks: int = 128, attach: bool = True, extra: dict[str, Any] | None = None, **args: Any
+        self, model: Path, *, blocks: int = 128, threads: int = 1, extra: dict[str, Any] | None = None, **args: Any
     ) -> None:
         settings: dict[str, Any] = {
             "dtype": "float32",
@@ -155,6 +157,7 @@ class Engine:
         }
         self.llm = _start(
             model,
+            threads,
             num_gpu_blocks_override=blocks,
             worker_extension_cls=EXTENSION,
             kv_transfer_config=CONNECTOR | {"kv_connector_extra_config": extra or {}},
@@ -171,15 +174,8 @@ class Engine:
         self.answers: dict[str, Answer] = {}
         self._preempted: dict[str, int] = {}
         self._ids = count()
-        if attach:
-            self.attach()
-
-    def attach(self) -> dict[str, Any]:
-        """Attaches the worker half; the scheduler half hears of it after the next step, which one request makes."""
         (report,) = self.llm.collective_rpc("agentcache_attach")
         assert report["ok"], report
-        self.ask([5, 6, 7], n=1)
-        return report
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
@@ -276,7 +272,7 @@ class Engine:
                 self.abort(answer)
         self.drain()
         assert self.llm.reset_prefix_cache(reset_connector=True)
-        self.ask([5, 6, 7], n=1)
+        self.ask([5, 6, 7], n=1)  # the step in which the worker half hears of it
         self.forget_local()
         self.answers.clear()
         self._preempted.clear()
@@ -372,13 +368,14 @@ def row_error(got: torch.Tensor, want: torch.Tensor) -> float:
 class Reference:
     """A stock engine without connector and without prefix cache; answers are kept."""
 
-    def __init__(self, model: Path, *, blocks: int = 512, executor: str = "mp", **args: Any) -> None:
+    def __init__(self, model: Path, *, blocks: int = 1024, executor: str = "mp", threads: int = 1, **args: Any) -> None:
         self.llm = _start(
             model,
+            threads,
             num_gpu_blocks_override=blocks,
             enable_prefix_caching=False,
             distributed_executor_backend=executor,
-            **{"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "block_size": BLOCK} | args,
+            **{"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 64, "block_size": BLOCK} | args,
         )
         self._known: dict[tuple[int, ...], tuple[list[int], int]] = {}
 
