@@ -1,0 +1,50 @@
+"""The README says what the repository does: its code is the example, its numbers are those of the committed result."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_code_is_the_example():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code == (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
+
+
+def test_the_table_is_the_committed_result():
+    result = json.loads((ROOT / "docs" / "results" / "resume.json").read_text())
+    for row in result["rows"]:
+        line = (
+            f"| `{row['policy']}` | {row['ttft_ms']['p50']:.0f} ms | {row['speedup']:.1f}× | {row['restored_tokens']} tokens "
+            f"| {row['recomputed_tokens']} tokens | {row['kl_to_exact']:.3f} |"
+        )
+        assert line in README
+    flat = " ".join(README.split())
+    assert f"takes {result['floor_ms']:.0f} ms and a decode step {result['decode_ms']:.0f} ms" in flat
+    assert f"SmolLM2-135M, {result['context']} tokens" in flat
+
+
+def test_links_lead_to_files():
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.engine
+def test_the_example_runs_and_prints_what_the_readme_shows(smollm2_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "quickstart.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = r"edit_local: P \d+ \| X \d+ \| R 32 \| F 3\d{3} \(\d+ % reused\) \| N 1 · diff .* · TTFT \d+ ms"
+    assert re.fullmatch(shown, done.stdout.strip()), done.stdout
+    assert re.search(shown, README)
