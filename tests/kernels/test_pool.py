@@ -10,14 +10,16 @@ import torch
 from agentcache.kernels.cpu_pool import Pool, engine_cpus
 
 CORES = sorted(os.sched_getaffinity(0))
+# vLLM replaces this function in every process that runs its CPU worker; test modules are imported before any does.
+SET_THREADS = torch.set_num_threads
 
 
 @pytest.fixture
 def threads():
     """Restores torch's thread count."""
     before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+    yield SET_THREADS
+    SET_THREADS(before)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
