@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -61,7 +61,7 @@ class StoreMetrics(Collector):
         self._restore = Histogram(
             f"{_PREFIX}restore_seconds", "One fetch of payloads.", ["tier"], buckets=_SECONDS, registry=registry
         )
-        self._restored: dict[str, int] = {}
+        self._restored = Counter(f"{_PREFIX}restored_bytes", "Bytes of payloads fetched.", ["tier"], registry=registry)
         registry.register(self)
 
     def watch(self, store: KVStore) -> None:
@@ -79,7 +79,7 @@ class StoreMetrics(Collector):
     def restored(self, tier: str, seconds: float, size_bytes: int) -> None:
         """Observes a fetch."""
         self._restore.labels(tier).observe(seconds)
-        self._restored[tier] = self._restored.get(tier, 0) + size_bytes
+        self._restored.labels(tier).inc(size_bytes)
 
     def collect(self) -> Iterable[Metric]:
         """Yields the counters of all stores that are watched."""
@@ -104,7 +104,4 @@ class StoreMetrics(Collector):
                 refusals.add_metric([stats["tier"], kind], number)
             for kind, number in stats["lost"].items():
                 lost.add_metric([stats["tier"], kind], number)
-        read_bytes = CounterMetricFamily(f"{_PREFIX}restored_bytes", "Bytes of payloads fetched.", labels=["tier"])
-        for tier, size in self._restored.items():
-            read_bytes.add_metric([tier], size)
-        yield from (tags, refusals, lost, read_bytes)
+        yield from (tags, refusals, lost)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentcache.errors import StoreError
+
+if TYPE_CHECKING:
+    from agentcache.store.tiers import KVStore
 
 __all__ = ["store_app"]
 
@@ -21,6 +25,17 @@ Url = Annotated[str, typer.Argument(help="The store, e.g. disk:///var/lib/agentc
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+def _open(url: str) -> KVStore:
+    """Returns a store that is there already: a command that looks makes no folder."""
+    from agentcache.store.tiers import open_store, parse_store_url
+
+    spec = parse_store_url(url)
+    durable = spec.lower or spec
+    if durable.scheme == "disk" and durable.path and not Path(durable.path).is_dir():
+        raise StoreError(f"there is no store folder {durable.path}")
+    return open_store(url)
+
+
 @store_app.command()
 def ls(
     url: Url,
@@ -28,9 +43,9 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List the versions of a store, oldest first, and what they take."""
-    from agentcache.store.tiers import Refused, open_store
+    from agentcache.store.tiers import Refused
 
-    with open_store(url) as store:
+    with _open(url) as store:
         found, stats = store.versions(namespace), store.stats()
     if isinstance(found, Refused):
         raise StoreError(found.reason)
@@ -53,9 +68,9 @@ def ls(
 @store_app.command()
 def verify(url: Url, as_json: Json = False) -> None:
     """Read everything in a store and compare all checksums; exit with 1 when something is damaged."""
-    from agentcache.store.tiers import Refused, open_store
+    from agentcache.store.tiers import Refused
 
-    with open_store(url) as store:
+    with _open(url) as store:
         report = store.verify()
     if isinstance(report, Refused):
         raise StoreError(report.reason)
@@ -73,9 +88,9 @@ def verify(url: Url, as_json: Json = False) -> None:
 @store_app.command()
 def gc(url: Url, as_json: Json = False) -> None:
     """Clear away what crashes left behind: cut-off saves, damaged manifests, payloads that no version needs."""
-    from agentcache.store.tiers import Refused, open_store
+    from agentcache.store.tiers import Refused
 
-    with open_store(url) as store:
+    with _open(url) as store:
         report = store.gc()
     if isinstance(report, Refused):
         raise StoreError(report.reason)

@@ -226,10 +226,12 @@ def the_budget_holds_and_the_least_recently_used_goes(backend: Backend) -> None:
         material.must_save(store, drafts[3])  # v1 goes
         expect(_there(store, 8) == {0, 2, 3}, f"{_there(store, 8)} are left, not 0, 2, 3")
         expect(store.hint("red", "v2", 1.0) and not store.hint("red", "v1"), "hint() does not tell what is here")
+        found(store, "red", "v2")  # which makes it no older than it was
         for i in (4, 5):  # v0 and v3 go; v2 is the least recently used, but a resume is expected
             material.must_save(store, drafts[i])
         expect(_there(store, 8) == {2, 4, 5}, f"{_there(store, 8)} are left, not 2, 4, 5")
-        store.hint("red", "v2", 0.0)
+        for weight in (float("inf"), float("nan"), -1.0, 0.0):
+            expect(store.hint("red", "v2", weight), "hint() does not tell what is here")
         parent = found(store, "red", "v4")
         found(store, "red", "v5")
         child = material.draft("child", shared=parent.objects, new=(10,))
@@ -245,6 +247,8 @@ def the_budget_holds_and_the_least_recently_used_goes(backend: Backend) -> None:
         expect(evictions >= 4, f"{evictions} evictions are counted")
         before = _there(store, 8)
         refused(store.prepare(material.draft("huge"), 10 * each), "full")
+        heir = material.draft("heir", shared=parent.objects, new=(10,))
+        refused(store.prepare(heir, 3 * each - heir.cost_bytes - 5000), "full")  # beside what it shares
         expect(_there(store, 8) == before, "a refused save evicted something")
         store.check_integrity()
 

@@ -21,6 +21,9 @@ from agentcache.store.tiers.outcomes import Blob, BlobLike, Lost, Miss, Refused,
 __all__ = ["Claimed", "Sizes", "Tier"]
 
 
+_MOST_WEIGHT = 1000.0
+
+
 class Claimed(NamedTuple):
     """A payload as a back end read it, and the checksum that it must have."""
 
@@ -142,7 +145,7 @@ class Tier(KVStore):
 
     def hint(self, namespace: str, version: str, weight: float = 1.0) -> bool:
         """See `KVStore`."""
-        return self._hint(namespace, version, max(0, round(weight * HINT_USES)))
+        return self._hint(namespace, version, round(min(max(0.0, weight), _MOST_WEIGHT) * HINT_USES))
 
     def delete(self, namespace: str, version: str) -> bool | Refused:
         """See `KVStore`."""
@@ -172,12 +175,15 @@ class Tier(KVStore):
             )
 
     # -- what a back end implements ------------------------------------------------------------------------------------
+    # As the method of `KVStore` without the underscore, but for what is said here.
 
     @abstractmethod
-    def _prepare(self, manifest: Manifest, reserve_bytes: int) -> str | Refused: ...
+    def _prepare(self, manifest: Manifest, reserve_bytes: int) -> str | Refused:
+        """The manifest is this engine's."""
 
     @abstractmethod
-    def _put(self, ticket: str, key: str, rank: int, blob: Blob, checksum: str) -> Refused | None: ...
+    def _put(self, ticket: str, key: str, rank: int, blob: Blob, checksum: str) -> Refused | None:
+        """Stores a payload, which is not empty, and its checksum; None when that is done. A second time is no fault."""
 
     @abstractmethod
     def _complete(self, ticket: str) -> Manifest | Refused: ...
@@ -186,13 +192,16 @@ class Tier(KVStore):
     def _abort(self, ticket: str) -> None: ...
 
     @abstractmethod
-    def _find(self, namespace: str, version: str) -> Manifest | Miss | Refused: ...
+    def _find(self, namespace: str, version: str) -> Manifest | Miss | Refused:
+        """Whose the manifest is and which engine's is checked by the caller."""
 
     @abstractmethod
-    def _fetch(self, keys: Collection[str], rank: int) -> Mapping[str, Claimed | Lost]: ...
+    def _fetch(self, keys: Collection[str], rank: int) -> Mapping[str, Claimed | Lost]:
+        """Keys that are not stored may be left out. The caller compares the checksums, which come from the manifests."""
 
     @abstractmethod
-    def _hint(self, namespace: str, version: str, uses: int) -> bool: ...
+    def _hint(self, namespace: str, version: str, uses: int) -> bool:
+        """Makes a version as old as if it were used that many uses from now."""
 
     @abstractmethod
     def _delete(self, namespace: str, version: str) -> bool | Refused: ...

@@ -60,6 +60,12 @@ def test_gc_says_what_it_removed(url: str, tmp_path: Path) -> None:
     assert json.loads(run("gc", url, "--json").stdout)["payloads"] == 0
 
 
+def test_looking_makes_no_folder(tmp_path: Path) -> None:
+    for url in (f"disk://{tmp_path}/typo", f"tiered:memory+disk://{tmp_path}/typo"):
+        assert isinstance(run("ls", url).exception, StoreError)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_wrong_url_and_a_dead_server_are_errors() -> None:
     assert isinstance(run("ls", "nowhere").exception, ConfigError)
     for command in ("ls", "verify", "gc"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,8 @@ from agentcache.errors import ConfigError, StoreError
 from agentcache.store.tiers import Manifest, Miss, Refused
 from agentcache.store.tiers.conformance_kit import Material, found, refused
 from agentcache.store.tiers.disk import DiskStore
-from tests.store.tiers.backends import flip
+from agentcache.store.tiers.files import Files
+from tests.store.tiers.backends import FailingFiles, flip
 from tests.store.tiers.test_manifest import sealed
 
 ROOM = 1 << 30
@@ -119,6 +121,7 @@ def test_handles_agree_on_the_order_of_use(folder: Path) -> None:
     with open_store(folder, budget) as left, open_store(folder, budget) as right:
         for draft in drafts[:3]:
             material.must_save(left, draft)
+        found(right, "red", "v0")
         for _ in range(5):
             found(left, "red", "v1")
         found(left, "red", "v2")
@@ -235,6 +238,52 @@ def test_open_saves_of_other_handles_count(folder: Path) -> None:
         material.check(right, found(right, "red", "v0"))
         left.abort(ticket)
         material.must_save(right, drafts[1])
+
+
+def test_a_save_that_is_published_is_no_open_save_though_its_rest_cannot_be_removed(folder: Path) -> None:
+    class NoRemoval(Files):
+        def remove_folder(self, path: Path) -> None:
+            raise OSError(errno.EIO, "on purpose")
+
+    material = Material()
+    with open_store(folder, files=NoRemoval(fsync=False)) as store, open_store(folder) as other:
+        manifest = material.must_save(store, material.draft("v1"))
+        material.must_save(other, material.draft("v2"))
+        assert other.stats()[0]["reserved_bytes"] == 0
+        material.check(other, manifest)
+
+
+def test_payloads_of_a_save_that_came_too_late_are_removed(folder: Path) -> None:
+    material = Material()
+    with open_store(folder) as store:
+        late = material.draft("v1")
+        ticket = store.prepare(late, material.reserve(late))
+        assert isinstance(ticket, str)
+        assert material.put(store, ticket, late) is None
+        material.must_save(store, material.draft("v1"))
+        refused(store.complete(ticket), "exists")
+        assert len([*(folder / "payloads").iterdir()]) == 2
+        store.abort(ticket)
+        assert len([*(folder / "payloads").iterdir()]) == 1
+
+
+def test_gc_leaves_the_payloads_of_a_save_that_is_about_to_be_published(folder: Path) -> None:
+    files = FailingFiles()
+    material = Material()
+    with open_store(folder, files=files) as store, open_store(folder) as other:
+        draft = material.draft("v1")
+        ticket = store.prepare(draft, material.reserve(draft))
+        assert isinstance(ticket, str)
+        assert material.put(store, ticket, draft) is None
+        with files.failing(errno.ENOSPC, after=2):  # the payloads are moved, the manifest cannot be written
+            refused(store.complete(ticket), "unavailable")
+        assert len([*(folder / "payloads").iterdir()]) == 1
+        report = other.gc()
+        assert not isinstance(report, Refused)
+        assert report.payloads == 0
+        made = store.complete(ticket)
+        assert isinstance(made, Manifest)
+        material.check(store, made)
 
 
 def test_a_handle_that_closes_ends_its_saves(folder: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import re
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -176,6 +177,9 @@ def test_the_reason_says_what_is_wrong() -> None:
     assert "exact_end" in reason(change(exact_end=-1))[1]
     assert "reach beyond" in reason(change(exact_end=10_000))[1]
     assert "no extent" in reason(change(extents=[]))[1]
+    extents = json.loads(sample().model_dump_json())["extents"]
+    assert "not ascending and disjoint at row 0" in reason(change(extents=extents[::-1]))[1]
+    assert "reaches beyond object" in reason(change(extents=[[extents[0][0], 30, 11, 0, 0]]))[1]
     assert "listed twice" in reason(change(objects=json.loads(sample().model_dump_json())["objects"] * 2))[1]
     assert reason(sealed({"fingerprint": {}}))[1].startswith("the manifest is malformed")
     assert "format" not in reason(b"[" * 100_000)[1]
@@ -191,8 +195,13 @@ def test_nesting_and_size_are_bounded() -> None:
 
 def test_token_ids_are_bounded_before_they_are_inflated() -> None:
     bomb = base64.b64encode(zlib.compress(bytes(50_000_000))).decode()
-    with pytest.raises(ValueError, match="not 3 token ids"):
-        PackedIds(length=3, data=bomb, checksum="0" * 16).unpack()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="not 3 token ids"):
+            PackedIds(length=3, data=bomb, checksum="0" * 16).unpack()
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

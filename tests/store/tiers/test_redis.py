@@ -181,13 +181,40 @@ def test_a_save_whose_process_died_is_ended_after_its_time(redis_server: RedisPr
         assert isinstance(ticket, str)
         material.put(dead, ticket, draft)
         assert store.stats()[0]["used_bytes"] > before
-        client.zadd(f"{'{agentcache:1}:'}tickets", {ticket: 1})  # long ago
+        client.zadd("{agentcache:1}:tickets", {ticket: 1})  # long ago
         report = store.gc()
         assert not isinstance(report, Refused)
         assert report.saves == 1
         assert store.stats()[0]["used_bytes"] == before
         refused(dead.complete(ticket), "invalid")
         store.check_integrity()
+
+
+def test_a_dead_processes_reservation_makes_room_for_the_next_save(
+    redis_server: RedisProcess, client: redis.Redis
+) -> None:
+    material = Material()
+    draft = material.draft("v1", new=(10_000,))
+    budget = draft.cost_bytes + 15_000
+    with RedisStore(redis_server.url, budget) as store, RedisStore(redis_server.url, budget) as dead:
+        ticket = dead.prepare(material.draft("v0"), 10_000)
+        assert isinstance(ticket, str)
+        refused(store.prepare(draft, 10_000), "full")
+        client.zadd("{agentcache:1}:tickets", {ticket: 1})
+        material.must_save(store, draft)
+
+
+def test_another_versions_manifest_in_its_place_is_refused(redis_server: RedisProcess, client: redis.Redis) -> None:
+    material = Material()
+    with open_redis(redis_server) as store:
+        one, two = (material.must_save(store, material.draft(name)) for name in ("v1", "v2"))
+        raw = client.hget(f"{{agentcache:1}}:v:{one.name}", "manifest")
+        assert raw is not None
+        client.hset(f"{{agentcache:1}}:v:{two.name}", "manifest", raw)
+        refused(store.find("red", "v2"), "corrupt")
+        report = store.verify()
+        assert not isinstance(report, Refused)
+        assert two.name in report.faults[0]
 
 
 def test_damaged_and_stray_values_are_refused_and_cleared(redis_server: RedisProcess, client: redis.Redis) -> None:
