@@ -229,7 +229,6 @@ class TieredStore(KVStore):
     def delete(self, namespace: str, version: str) -> bool | Refused:
         """See `KVStore`."""
         with self._copying:
-            self._owed.pop((namespace, version), None)
             above = self.upper.delete(namespace, version)
             below = self.lower.delete(namespace, version)
         return below if isinstance(below, Refused) else below or above is True

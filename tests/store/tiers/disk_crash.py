@@ -117,7 +117,7 @@ def main() -> None:
     while killed:
         number += 1
         killed = False
-        for kind, after in ((DeadlyFiles, False), (DeadlyFiles, True), (HalfFiles, True)):
+        for kind, after in ((DeadlyFiles, False), (HalfFiles, True)):
             folder = root / f"{number}-{kind.__name__}-{after}"
             plan = Plan()
             pid = os.fork()
