@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentcache.store.tiers import ObjectEntry, Part, Refused
 from agentcache.store.tiers.ledger import Holder, Ledger
 
 ENTRIES = [ObjectEntry(f"{n:032x}", 4, 0, True, ("exact", "k8v4")[n % 2], (Part(10 + n, "0" * 16),)) for n in range(8)]
+
+QUIET = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 HOLDERS = st.lists(
     st.tuples(st.sets(st.sampled_from(range(8)), max_size=5), st.integers(0, 30), st.integers(0, 20), st.booleans()),
@@ -30,7 +32,7 @@ def used(holders: list[Holder]) -> int:
     return sum(h.own_bytes for h in holders) + sum(e.size_bytes for e in ENTRIES if e.key in keys)
 
 
-@settings(max_examples=300, deadline=None)
+@QUIET
 @given(HOLDERS, st.integers(0, 200), st.integers(0, 400), st.sampled_from(["lru", "fifo"]))
 def test_victims_are_the_fewest_in_order_and_pinned_ones_never(
     rows: list[tuple[set[int], int, int, bool]], needed: int, budget: int, policy: str
@@ -55,6 +57,7 @@ def test_victims_are_the_fewest_in_order_and_pinned_ones_never(
     assert ledger.used_bytes + needed <= budget
 
 
+@QUIET
 @given(HOLDERS, st.data())
 def test_a_score_that_others_have_raised_is_seen(
     rows: list[tuple[set[int], int, int, bool]], data: st.DataObject
@@ -69,6 +72,7 @@ def test_a_score_that_others_have_raised_is_seen(
     assert {h.name for h in made} <= {h.name for h in free}
 
 
+@QUIET
 @given(HOLDERS)
 def test_removing_gives_back_exactly_what_nobody_else_keeps(rows: list[tuple[set[int], int, int, bool]]) -> None:
     ledger = build(rows)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -55,6 +55,7 @@ def sealed(fields: dict[str, Any]) -> bytes:
     return body[:-1] + b',"checksum":"%b"}' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     namespace=NAMES,
     version=NAMES,
@@ -132,7 +133,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [at, *(path for key, child in inner for path in paths(child, (*at, key)))]
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 5), data=st.data())
 def test_changed_contents_with_a_right_checksum_are_refused_or_make_sense(seed: int, data: st.DataObject) -> None:
     fields = json.loads(sample(seed).model_dump_json())
