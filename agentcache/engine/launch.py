@@ -156,13 +156,13 @@ class Engine:
             return
         self._stopped.set()
         atexit.unregister(self.stop)
-        core, handler = self.llm.engine_core, self.llm.output_handler
+        context, handler = self.llm.engine_core.resources.ctx, self.llm.output_handler
         loop = handler.get_loop() if handler is not None and not handler.get_loop().is_closed() else None
         if loop is not None:
             loop.call_soon_threadsafe(_end_requests, handler, self.llm.output_processor)
         self.llm.shutdown(timeout=_STOP_S)
         # vLLM leaves its ZeroMQ context open; its sockets are closed on the loop, so the context is too.
-        loop.call_soon_threadsafe(core.resources.ctx.destroy, 0) if loop else core.resources.ctx.destroy(0)
+        loop.call_soon_threadsafe(context.destroy, 0) if loop else context.destroy(0)
         del self.llm  # its `__del__` fails when it runs as late as the interpreter's own end
         _, alive = psutil.wait_procs(self._tree, timeout=_STOP_S)
         for process in alive:
@@ -217,6 +217,8 @@ class EngineStart:
         watcher = threading.Thread(target=self._watch, name="agentcache-start-watch", daemon=True)
         watcher.start()
         try:
+            # Not where the engine is a local: libraries keep the tracebacks of imports that failed, and those their frames.
+            import_vllm()
             return self._launch(log)
         except BaseException as error:
             self._kill()
@@ -245,7 +247,6 @@ class EngineStart:
             self._kill()
 
     def _launch(self, log: Path | None) -> Engine:
-        import_vllm()
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.async_llm import AsyncLLM
 
