@@ -108,8 +108,8 @@ class Catalog:
             found = Folder.manifest_name(gone)
             if self.unreadable.pop(gone, None) is None and found is not None:
                 self.remove(found[0])
-        for new in sorted(names - known):
-            self._read(new)
+        for new in sorted(names - known, key=lambda name: (Folder.manifest_name(name) or ("", 0))[1]):
+            self._read(new)  # oldest first: a later one cannot claim its objects
         after = self.folder.generation()
         self._synced = after if after == before else None
 

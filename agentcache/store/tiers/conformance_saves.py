@@ -226,7 +226,8 @@ def the_budget_holds_and_the_least_recently_used_goes(backend: Backend) -> None:
         material.must_save(store, drafts[3])  # v1 goes
         expect(_there(store, 8) == {0, 2, 3}, f"{_there(store, 8)} are left, not 0, 2, 3")
         expect(store.hint("red", "v2", 1.0) and not store.hint("red", "v1"), "hint() does not tell what is here")
-        found(store, "red", "v2")  # which makes it no older than it was
+        found(store, "red", "v2")  # which takes nothing from its hint
+        found(store, "red", "v3")
         for i in (4, 5):  # v0 and v3 go; v2 is the least recently used, but a resume is expected
             material.must_save(store, drafts[i])
         expect(_there(store, 8) == {2, 4, 5}, f"{_there(store, 8)} are left, not 2, 4, 5")

@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 
 from agentcache.errors import ConfigError, StoreError
-from agentcache.store.tiers import Manifest, Miss, Refused
+from agentcache.store.tiers import Manifest, Miss, Part, Refused
 from agentcache.store.tiers.conformance_kit import Material, found, refused
 from agentcache.store.tiers.disk import DiskStore
 from agentcache.store.tiers.files import Files
@@ -222,6 +222,20 @@ def test_gc_touches_nothing_when_a_manifest_is_of_another_format(folder: Path) -
         assert "format 2" in report.faults[0]
         path.write_bytes(made.encode())
     with open_store(folder) as store:
+        material.check(store, found(store, "red", "v1"))
+
+
+@pytest.mark.parametrize("forged", ["tenant", "checksum"])
+def test_a_manifest_that_claims_anothers_objects_is_refused(folder: Path, forged: str) -> None:
+    material = Material()
+    with open_store(folder) as store:
+        mine = material.must_save(store, material.draft("v1"))
+    objects = [e._replace(parts=(Part(e.parts[0].size_bytes, "0" * 16),)) for e in mine.objects]
+    claim = mine.model_copy(update={"namespace": "blue"} if forged == "tenant" else {"version": "v2"})
+    claim = claim.with_objects(mine.objects if forged == "tenant" else objects, sequence=7)
+    (folder / "versions" / f"{claim.name}-{7:016x}.json").write_bytes(claim.encode())
+    with open_store(folder) as store:
+        refused(store.find(claim.namespace, claim.version), "corrupt")
         material.check(store, found(store, "red", "v1"))
 
 

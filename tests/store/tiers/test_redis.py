@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -131,6 +132,8 @@ def test_no_server_is_no_error_until_it_is_asked() -> None:
 
 
 def test_tls_and_a_password_come_with_the_url(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.fail("openssl is not installed: apt-get install -y openssl (Debian, Ubuntu)")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     request = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     subprocess.run(
