@@ -50,21 +50,21 @@ class Engines:
             engine.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def start_engine() -> Iterator[Engines]:
     """Returns what starts engines in this process."""
-    from tests.engine.harness import engine_environment
+    from tests.engine.reference import engines_in_this_process
 
     engines = Engines()
-    with engine_environment():
+    with engines_in_this_process():
         yield engines
         engines.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reference(tiny: Callable[[str], Path], start_engine: Engines) -> Iterator[Any]:
     """Returns the reference engine of the tiny llama; `start_engine` has prepared the environment."""
-    from tests.engine.harness import Reference
+    from tests.engine.reference import Reference
 
     engine = Reference(tiny("llama"))
     yield engine

@@ -8,20 +8,14 @@ process, no connector and no prefix cache.
 
 from __future__ import annotations
 
-import os
-import random
-import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams, envs
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.request import Request
 
@@ -32,6 +26,19 @@ from agentcache.engine.wire import KEY, Recovery, ResumeParams
 from agentcache.engine.worker_half import WorkerHalf
 from agentcache.store.index import Version
 from agentcache.types import AlignedRun
+from tests.engine.reference import (
+    BLOCK,
+    NEW,
+    OLD,
+    Answer,
+    Reference,
+    assert_exact,
+    differs,
+    edit,
+    lossy,
+    start_llm,
+    text,
+)
 
 __all__ = [
     "BLOCK",
@@ -43,14 +50,12 @@ __all__ = [
     "assert_exact",
     "differs",
     "edit",
-    "engine_environment",
     "first_version",
     "lossy",
     "row_error",
     "text",
 ]
 
-BLOCK = 32
 CONNECTOR = {
     "kv_connector": "AgentCacheConnector",
     "kv_connector_module_path": "agentcache.engine.connector",
@@ -58,79 +63,6 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 EXTENSION = "agentcache.engine.worker_extension.WorkerExtension"
-_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it
-TIE = 1e-4
-"""Two best log-probabilities that are closer may come out in either order after a different summation order."""
-
-
-def text(length: int, seed: int) -> list[int]:
-    """Returns ordinary token ids that only this seed gives."""
-    rng = random.Random(f"{seed}")
-    return [rng.randrange(100, 49_000) for _ in range(length)]
-
-
-def edit(ids: Sequence[int], at: int, remove: int, insert: Sequence[int]) -> list[int]:
-    """Returns ids with `remove` tokens at `at` replaced."""
-    return [*ids[:at], *insert, *ids[at + remove :]]
-
-
-OLD = text(300, seed=1)
-NEW = edit(OLD, 100, 10, text(20, seed=2))
-"""P 100, X 20, S 190 tokens."""
-
-
-def lossy(version: str, parent: str = "v1", policy: str = "edit_local", **more: Any) -> ResumeParams:
-    """Returns the parameters of a resume that may be approximate; 32 tokens of S are recomputed by default."""
-    return ResumeParams(version=version, parent=parent, policy=policy, **more)
-
-
-@contextmanager
-def engine_environment() -> Iterator[None]:
-    """Undoes what an engine in this process changes in it: environment, vLLM's cache of it, torch's thread setter."""
-    saved, threads = dict(os.environ), torch.get_num_threads()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    envs.disable_envs_cache()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = _set_num_threads
-        torch.set_num_threads(threads)
-        os.environ.clear()
-        os.environ.update(saved)
-        envs.disable_envs_cache()
-
-
-@dataclass
-class Answer:
-    """What came of one request."""
-
-    request_id: str
-    prompt: list[int]
-    params: ResumeParams | dict[str, Any] | None
-    tokens: list[int] = field(default_factory=list)
-    done: bool = False
-    aborted: bool = False
-    recovery: Recovery | None = None
-    cached: int = 0
-
-    @property
-    def ids(self) -> list[int]:
-        """The prompt and the reply."""
-        return self.prompt + self.tokens
-
-
-def _start(model: Path, threads: int, **args: Any) -> LLM:
-    _set_num_threads(threads)
-    with warnings.catch_warnings():
-        # vLLM looks at every name of every loaded module when its worker starts.
-        warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
-        # It stumbles over a proxy of numba's, which a worker process imports only later.
-        proxy = sys.modules.pop("llvmlite.binding.ffi", None)
-        try:
-            return LLM(str(model), enforce_eager=True, **args)
-        finally:
-            if proxy is not None:
-                sys.modules["llvmlite.binding.ffi"] = proxy
 
 
 class Engine:
@@ -155,7 +87,7 @@ class Engine:
             "block_size": BLOCK,
             "distributed_executor_backend": "uni",
         }
-        self.llm = _start(
+        self.llm = start_llm(
             model,
             threads,
             num_gpu_blocks_override=blocks,
@@ -163,6 +95,7 @@ class Engine:
             kv_transfer_config=CONNECTOR | {"kv_connector_extra_config": extra or {}},
             **settings | args,
         )
+        self.block = int((settings | args)["block_size"])
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
@@ -185,7 +118,7 @@ class Engine:
     def add(
         self, ids: Sequence[int], params: ResumeParams | dict[str, Any] | None = None, n: int = 8, **sampling: Any
     ) -> Answer:
-        """Queues a greedy request; `params` may be any malformed dict."""
+        """Queues a greedy request for `n` tokens; `params` may be any malformed dict."""
         if isinstance(params, ResumeParams):
             extra = params.to_extra_args()
         else:
@@ -303,7 +236,7 @@ class Engine:
     def _scratch(self, tokens: int) -> torch.Tensor:
         """Returns a block table at the end of the idle engine's KV; its hashes go first, so that nobody finds it."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        table = torch.arange(pool.num_gpu_blocks - -(-tokens // BLOCK), pool.num_gpu_blocks)
+        table = torch.arange(pool.num_gpu_blocks - -(-tokens // self.block), pool.num_gpu_blocks)
         assert all(pool.blocks[i].ref_cnt == 0 for i in table.tolist()), "the engine is not idle"
         pool.evict_blocks(set(table.tolist()))
         return table
@@ -344,8 +277,8 @@ class Engine:
         table = torch.tensor(list(blocks.values()), dtype=torch.int64)
         if not len(table):
             return 0, 0.0
-        held = self.runtime.rows(table, 0, len(table) * BLOCK)
-        return len(table), row_error(held, self.prefill_rows(ids[: len(table) * BLOCK]))
+        held = self.runtime.rows(table, 0, len(table) * self.block)
+        return len(table), row_error(held, self.prefill_rows(ids[: len(table) * self.block]))
 
     @torch.inference_mode()
     def stored_error(self, version: Version, stop: int) -> float:
@@ -363,54 +296,6 @@ def row_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Returns the largest difference, relative to the largest wanted value of its layer and of keys or values."""
     size = want.abs().amax(dim=(2, 3, 4), keepdim=True)
     return float(((got - want).abs() / size).max())
-
-
-class Reference:
-    """A stock engine without connector and without prefix cache; answers are kept."""
-
-    def __init__(self, model: Path, *, blocks: int = 1024, executor: str = "mp", threads: int = 1, **args: Any) -> None:
-        self.llm = _start(
-            model,
-            threads,
-            num_gpu_blocks_override=blocks,
-            enable_prefix_caching=False,
-            distributed_executor_backend=executor,
-            **{"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 64, "block_size": BLOCK} | args,
-        )
-        self._known: dict[tuple[int, ...], tuple[list[int], int]] = {}
-
-    def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
-
-    def answer(self, prompts: Sequence[Sequence[int]], n: int) -> list[tuple[list[int], int]]:
-        """Returns, for each prompt, `n` greedy tokens and how many come before the first near-tie."""
-        keys = [(n, *prompt) for prompt in prompts]
-        todo = list(dict.fromkeys(key for key in keys if key not in self._known))
-        sampling = SamplingParams(temperature=0, max_tokens=n, logprobs=2, ignore_eos=True, detokenize=False)
-        outputs = self.llm.generate([{"prompt_token_ids": list(key[1:])} for key in todo], sampling, use_tqdm=False)
-        for key, output in zip(todo, outputs, strict=True):
-            (reply,) = output.outputs
-            sure = 0
-            for at in reply.logprobs:
-                best, second = sorted((lp.logprob for lp in at.values()), reverse=True)[:2]
-                if best - second < TIE:
-                    break
-                sure += 1
-            self._known[key] = (list(reply.token_ids), sure)
-        return [self._known[key] for key in keys]
-
-
-def assert_exact(reference: Reference, *answers: Answer) -> None:
-    """Asserts that requests got the greedy tokens of a full prefill, up to the reference's first near-tie."""
-    for answer in answers:
-        ((want, sure),) = reference.answer([answer.prompt], len(answer.tokens))
-        assert answer.tokens[:sure] == want[:sure], (answer, want)
-
-
-def differs(reference: Reference, answer: Answer) -> bool:
-    """Whether an answer is not that of a full prefill."""
-    ((want, sure),) = reference.answer([answer.prompt], len(answer.tokens))
-    return answer.tokens[:sure] != want[:sure]
 
 
 def first_version(engine: Engine, name: str = "v1", ids: Sequence[int] = OLD, **more: Any) -> Answer:

@@ -1,6 +1,7 @@
 """The exact policy on a real model and real edits gives the tokens of plain vLLM; and what a second version costs to store.
 
-The text is HotpotQA's: the shipped sample, or `hotpotqa/*.jsonl` in the folder that AGENTCACHE_DATA names.
+The text is HotpotQA's: `hotpotqa/*.jsonl` in the folder that AGENTCACHE_DATA names or else in `../shared/data`, beside the
+repository, where that is present; the shipped sample where it is not.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ pytestmark = pytest.mark.engine
 CHAINS, EDITS, REPLY = 10, 5, 8
 PARAGRAPH = 400
 """Most characters of a document: float32 on two cores computes about a thousand tokens a second."""
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 ENGINE = {"blocks": 160, "threads": os.cpu_count() or 1}
 
 
 def documents() -> list[tuple[str, list[str]]]:
     """Returns questions with their paragraphs."""
-    folder = os.environ.get("AGENTCACHE_DATA")
-    if folder:
-        lines = [line for path in sorted(Path(folder).glob("hotpotqa/*.jsonl")) for line in path.open()]
-        rows = [json.loads(line) for line in lines[:CHAINS]]
+    named = os.environ.get("AGENTCACHE_DATA")
+    files = sorted((Path(named) if named else SHARED).glob("hotpotqa/*.jsonl"))
+    if named and not files:
+        raise FileNotFoundError(f"AGENTCACHE_DATA={named} has no hotpotqa/*.jsonl: unset it to use the shipped sample")
+    if files:
+        rows = [json.loads(line) for path in files for line in path.read_text("utf-8").splitlines()[:CHAINS]]
+        rows = rows[:: len(files)]
         found = [(row["question"], [(title, "".join(text)) for title, text in row["context"]]) for row in rows]
     else:
         found = [(item.question, list(item.paragraphs)) for item in load_hotpot_sample()]

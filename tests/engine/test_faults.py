@@ -167,6 +167,29 @@ def test_a_segment_forward_that_raises_leaves_the_rows_to_vllm(
     assert differs(reference, again)
 
 
+@pytest.mark.parametrize("policy", ["edit_local", "prefix_cache"])
+def test_an_abort_while_the_segment_forward_raises(engine, reference, monkeypatch, policy):
+    """The blocks are free, and published, when the scheduler half hears of the failure."""
+    first_version(engine)
+    engine.forget_local()
+    engine.worker.store.drop(objects(engine)[0])
+    ids = NEW + text(40, seed=9)
+
+    def run(segments):
+        engine.abort(child)
+        raise Broken("run")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runtime.segments, "run", run)
+        child = engine.add(ids, lossy("v2", policy=policy))
+        engine.step()
+    engine.drain()
+    engine.check()
+    assert engine.version("v2") is None
+    assert engine.audit(ids)[1] < 1e-3
+    assert_exact(reference, engine.ask(ids))
+
+
 def test_a_failed_exact_resume_and_its_neighbours_are_exact(engine, reference, monkeypatch):
     """Public blocks of the failed load are shared in the same step, by a resume and by a plain request."""
     first_version(engine)
@@ -244,6 +267,26 @@ def test_a_policy_that_misbehaves_harms_no_answer(engine, reference, monkeypatch
     assert_exact(reference, engine.ask(NEW))
     assert engine.audit(NEW)[1] < 1e-3
     first_version(engine, "v3", text(100, seed=8))
+
+
+def test_a_policy_whose_required_option_is_missing_harms_no_answer(engine, reference, monkeypatch):
+    @dataclass(frozen=True)
+    class Needy(RecoveryPolicy):
+        name: ClassVar[str] = "needy"
+        source: ClassVar[str] = "a test"
+        window: int
+
+        def select(self, context):
+            return [(run.new_start, run.new_start + self.window) for run in context.diff.suffix]
+
+    monkeypatch.setitem(registry._POLICIES, "needy", Needy)
+    first_version(engine)
+    without = engine.ask(NEW, lossy("v2", policy="needy"))
+    assert "window" in without.recovery.reason
+    assert without.recovery.exact
+    given = engine.ask(NEW, lossy("v3", policy="needy", options={"window": 11}))
+    assert given.recovery.repair_tokens == 11
+    assert_exact(reference, without, engine.ask(NEW))
 
 
 @pytest.mark.parametrize(

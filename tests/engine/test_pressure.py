@@ -71,6 +71,28 @@ def test_a_repair_beyond_the_step_budget_runs_in_slices_while_others_decode(star
         engine.check()
 
 
+def test_resumes_that_exceed_the_step_budget_together_share_it(start_engine, tiny, reference, monkeypatch):
+    engine = start_engine(tiny("llama"), max_num_batched_tokens=128)
+    edited = [edit(text(250, seed=45 + i), 60, 7, text(40, seed=47 + i)) for i in range(3)]
+    for i in range(3):
+        first_version(engine, f"p{i}", text(250, seed=45 + i))
+    engine.forget_local()
+    computed: list[int] = []
+    segments = engine.runtime.segments
+    forward = segments.forward
+    monkeypatch.setattr(segments, "forward", lambda batch: (computed.append(sum(map(len, batch))), forward(batch))[1])
+    children = [engine.add(ids, lossy(f"c{i}", f"p{i}")) for i, ids in enumerate(edited)]
+    while not all(child.done for child in children):
+        computed.clear()
+        engine.step()
+        assert sum(computed) <= 128
+    engine.drain()
+    assert [child.recovery.asynchronous for child in children] == [False, True, True]
+    assert [child.recovery.recomputed_tokens for child in children] == [72] * 3
+    assert_exact(reference, *[engine.ask(ids) for ids in edited])
+    engine.check()
+
+
 # -- aborts ------------------------------------------------------------------------------------------------------------
 
 

@@ -138,3 +138,34 @@ def test_a_grandchild_recovers_from_rows_of_all_its_ancestors(engine, reference)
     again = engine.ask(grandchild.ids + text(6, seed=13), lossy("v4", "v3", "direct_reuse"))
     assert again.recovery.restored_tokens == len(grandchild.ids) - 1, "objects outlive the versions that made them"
     assert_exact(reference, engine.ask(ids))
+
+
+# -- other engine settings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_other_block_sizes(start_engine, tiny, reference, block_size):
+    engine = start_engine(tiny("llama"), block_size=block_size)
+    first_version(engine)
+    engine.forget_local()
+    child = engine.ask(NEW, lossy("v2"), n=40)
+    assert child.recovery.restored_tokens == 100 + 157
+    plain = engine.ask(child.ids)
+    assert plain.cached == 152 // block_size * block_size
+    assert_exact(reference, plain)
+    assert engine.audit(child.ids)[1] < 1e-3
+    engine.check()
+
+
+def test_without_prefix_caching_resumes_work_and_plain_requests_are_exact(start_engine, tiny, reference):
+    engine = start_engine(tiny("llama"), enable_prefix_caching=False)
+    first_version(engine)
+    child = engine.ask(NEW, lossy("v2"))
+    assert child.recovery.restored_tokens == 257
+    assert child.recovery.local_tokens == 0
+    append = engine.ask(child.ids + text(30, seed=14), lossy("v3", "v2", "direct_reuse"))
+    assert append.recovery.restored_tokens == len(child.ids) - 1
+    exact = engine.ask(NEW, ResumeParams(version="v4", parent="v1"))
+    assert exact.recovery.restored_tokens == 100
+    assert_exact(reference, exact, engine.ask(NEW))
+    engine.check()
