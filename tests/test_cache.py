@@ -104,13 +104,13 @@ def test_two_caches_live_side_by_side_and_closing_one_ends_its_open_calls(
     cache: AgentCache, model: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "events.jsonl"
-    other = AgentCache(model, dtype="float32", kv_bytes=64 << 20, max_model_len=1024, events=log)
+    other = AgentCache(model, dtype="float32", kv_bytes=64 << 20, max_model_len=2048, events=log)
     pids = other.pids
     assert set(pids).isdisjoint(cache.pids)
     reply = other.episode("logged").generate(PROMPT, max_tokens=4)
     assert reply.token_ids == cache.generate(PROMPT, max_tokens=4).token_ids
     with ThreadPoolExecutor(1) as threads:
-        open_call = threads.submit(other.generate, PROMPT, max_tokens=700, extra={"ignore_eos": True})
+        open_call = threads.submit(other.generate, PROMPT, **ENDLESS)
         time.sleep(0.5)
         other.close()
         with pytest.raises(EngineDeadError, match="was stopped"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from vllm import SamplingParams
@@ -73,7 +73,7 @@ def sampling_params(options: RequestOptions, resume: ResumeParams | None, *, eve
 
 async def run_request(
     engine: Engine,
-    token_ids: Sequence[int],
+    token_ids: list[int],
     options: RequestOptions,
     *,
     started: float,
@@ -100,7 +100,7 @@ async def run_request(
     """
     params = sampling_params(options, resume, every_token=every_token)
     salt = options.salt if resume is None and options.salt else None
-    prompt = tokens_input(list(token_ids), cache_salt=salt)
+    prompt = tokens_input(token_ids, cache_salt=salt)
     deadline = None if options.timeout is None else asyncio.get_running_loop().time() + options.timeout
     outputs = engine.llm.generate(prompt, params, f"agentcache-{next(_numbers)}")
     texts: list[str] = []

@@ -72,9 +72,9 @@ async def test_a_stream_gives_the_tokens_of_generate_one_by_one(cache: AsyncAgen
     whole = await cache.generate(LONG, max_tokens=12, extra={"ignore_eos": True})
     chunks = [c async for c in cache.stream(LONG, max_tokens=12, extra={"ignore_eos": True})]
     assert [t for c in chunks for t in c.token_ids] == whole.token_ids and len(whole.token_ids) == 12
-    assert len(chunks) == 12
+    assert len(chunks) > 1  # tokens that come while this loop is busy share a chunk
     assert "".join(c.text for c in chunks) == whole.text
-    assert [c.reply is not None for c in chunks] == [False] * 11 + [True]
+    assert [c.reply is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
     assert chunks[-1].reply is not None and chunks[-1].reply.text == whole.text
     assert whole.finish_reason == "length" and whole.prompt_tokens == len(LONG)
 
@@ -361,7 +361,7 @@ async def test_closing_a_stream_aborts_its_request(cache: AsyncAgentCache) -> No
     assert unfinished(cache) == 0
     await idle(cache)
     (record,) = episode.history()
-    assert record.reply_tokens == len(first.token_ids) == 1
+    assert record.reply_tokens == len(first.token_ids) > 0
 
 
 async def test_a_timeout_aborts_its_request_and_frees_its_blocks(cache: AsyncAgentCache) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,14 @@ def test_an_engine_that_cannot_start_says_why(tiny: Callable[[str], Path]) -> No
     with pytest.raises(EngineDeadError, match="larger than the available KV cache memory") as failed:
         AgentCache(tiny("llama"), dtype="float32", kv_bytes=1 << 20, max_model_len=4096)
     assert "Traceback" in _forget_log(failed.value)
+
+
+@pytest.mark.engine
+def test_an_interrupt_ends_a_start(tiny: Callable[[str], Path]) -> None:
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        AgentCache(tiny("llama"), dtype="float32", kv_bytes=64 << 20, max_model_len=1024)
 
 
 def test_a_start_that_was_given_up_before_it_began_starts_nothing(tiny: Callable[[str], Path]) -> None:
