@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,10 @@ class Setting:
     def format(self, tag: Tag) -> PackedFormat:
         """Returns the byte layout of a tag's runs."""
         heads, _, dim = self.layout.shape
-        return PackedFormat(tag, self.layers, heads, dim, torch.empty((), dtype=self.dtype).element_size())
+        return _format(tag, self.layers, heads, dim, self.dtype.itemsize)
+
+
+_format = functools.cache(PackedFormat)
 
 
 class Backend(ABC):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from agentcache.kernels.cpu_compile import compiled
 from agentcache.kernels.cpu_plan import (
     DIM,
     ESIZE,
@@ -23,7 +23,7 @@ __all__ = ["ROWS", "mass_items"]
 ROWS = 8  # query rows an item
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def mass_items(low, high, step, queries, limits, geometry, base, table, cells, out, scores, lines, like):
     """Adds the attention of the items `[low, high)` of the (head, eight rows) grid to row `low // step` of `out`.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from agentcache.kernels.cpu_compile import compiled
 from agentcache.kernels.cpu_plan import (
     ANGLE,
     DATA,
@@ -227,7 +228,7 @@ def scatter_scratch(dim: int, size: int) -> int:
     return 4 * dim * BLOCK * size + 4 * BLOCK * size
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def scatter_items(
     low, high, stretches, formats, geometry, pages, table, k_cells, v_cells, cos, sin, planes, scratch, like
 ):

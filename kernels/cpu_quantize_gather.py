@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from agentcache.kernels.cpu_compile import compiled
 from agentcache.kernels.cpu_plan import (
     DATA,
     DIM,
@@ -196,7 +197,7 @@ def gather_scratch(dim: int, size: int) -> int:
     return (dim + 2) * _WINDOW * size + dim * size
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def gather_items(low, high, stretches, formats, geometry, pages, table, k_cells, v_cells, scratch, like):
     """Packs the items `[low, high)` of the (layer, stretch) grid.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from agentcache.kernels.cpu_compile import compiled
 from agentcache.kernels.cpu_plan import DIM, ESIZE, GROUPS, HEADS
 from agentcache.kernels.cpu_quantize_gather import nibble_word, value_row
 from agentcache.kernels.cpu_simd import float_of, nibble_error8, nibble_error32, squares8, squares32
@@ -12,7 +12,7 @@ from agentcache.kernels.cpu_simd import float_of, nibble_error8, nibble_error32,
 __all__ = ["residual_items"]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def residual_items(low, high, start, geometry, pages, table, v_cells, out, scratch, like):
     """Writes e^V of the tokens `[low, high)` from position `start` on.
 

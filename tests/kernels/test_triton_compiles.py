@@ -56,7 +56,7 @@ def compiled(kernel, capability, tables, constants, element):
     )
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    options = backend.kernel_options(function, constants["D"], tables)
+    options = backend.kernel_options(function, tables)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
