@@ -16,7 +16,7 @@ import torch
 from agentcache.kernels import FORMAT_VERSION, Kernels, PackedRun, Piece, Source, TableRotation, Tag, reference
 from agentcache.kernels.bench.material import Material, attention_isa, layout_for
 
-__all__ = ["Setup", "hardware", "measure", "quality", "versions"]
+__all__ = ["Setup", "elapsed_ms", "hardware", "measure", "quality", "quantiles", "versions"]
 
 _QUERIES = 32  # the last prompt positions, as attention is profiled
 
@@ -108,12 +108,12 @@ def measure(setup: Setup, repeats: int) -> list[dict[str, Any]]:
         for arm, (op_ms, copy_ms) in zip(arms, times, strict=True):
             to, what = target[: arm.size_bytes], source[: arm.size_bytes]
             for samples, call in ((op_ms, arm.run), (copy_ms, lambda to=to, what=what: to.copy_(what))):
-                elapsed = _elapsed_ms(call, device)
+                elapsed = elapsed_ms(call, device)
                 if round_ > 1:
                     samples.append(elapsed)
     rows = []
     for arm, (op_ms, copy_ms) in zip(arms, times, strict=True):
-        ms, copy = _quantiles(op_ms), statistics.median(copy_ms)
+        ms, copy = quantiles(op_ms), statistics.median(copy_ms)
         gb_s, copy_gb_s = (arm.size_bytes / t / 1e6 for t in (ms["p50"], copy))
         shape = {"device": device.type, "tokens": tokens, "layers": layers, "kv_heads": heads, "head_dim": dim}
         numbers = {"gb_s": gb_s, "copy_gb_s": copy_gb_s, "share": gb_s / copy_gb_s, "ms": ms}
@@ -121,7 +121,8 @@ def measure(setup: Setup, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _elapsed_ms(call: Callable[[], object], device: torch.device) -> float:
+def elapsed_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Returns how long a call takes, on a GPU by its own clock."""
     if device.type == "cpu":
         start = time.perf_counter()
         call()
@@ -135,7 +136,8 @@ def _elapsed_ms(call: Callable[[], object], device: torch.device) -> float:
     return begin.elapsed_time(end)
 
 
-def _quantiles(samples: list[float]) -> dict[str, float]:
+def quantiles(samples: list[float]) -> dict[str, float]:
+    """Returns `{"p20", "p50", "p80"}` of samples."""
     ordered = sorted(samples)
     return {f"p{q}": ordered[round(q / 100 * (len(ordered) - 1))] for q in (20, 50, 80)}
 
