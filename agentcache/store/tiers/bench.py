@@ -1,192 +1,244 @@
-"""What many paused episodes take: bytes in a store against the bytes of their distinct tokens, and how fast it opens again."""
+"""What many paused episodes take: bytes in a store against the bytes of their distinct tokens. No engine, no torch.
+
+The payloads are somebody else's: rows of an array, or those that an engine has left in a store (`stored_payloads`).
+"""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 
+from agentcache.errors import ConfigError
 from agentcache.store.extents import OBJECT_TOKENS, Extent, merge_extents, overlap
 from agentcache.store.tiers.base import KVStore
-from agentcache.store.tiers.disk import DiskStore
 from agentcache.store.tiers.manifest import Manifest, ObjectEntry, StoredExtent, new_key
 from agentcache.store.tiers.memory import MemoryStore
 from agentcache.store.tiers.outcomes import Blob, Lost, Refused
 from agentcache.types import Run, complement
 
-__all__ = ["TierBench", "TierBenchRow", "bench_tiers"]
+__all__ = [
+    "EpisodeShape",
+    "Filled",
+    "Payloads",
+    "ReadBack",
+    "bench_memory",
+    "disk_bytes",
+    "fill_store",
+    "pooled",
+    "read_back",
+    "rows_as_payloads",
+    "stored_payloads",
+]
 
-Rows = np.ndarray[Any, np.dtype[np.uint8]]
-FINGERPRINT = {"model": "bench"}
+Payloads = Callable[[int], Blob]
+"""Returns the bytes of a new object of that many tokens: a fresh copy, which a store may keep."""
 
-
-class TierBenchRow(TypedDict):
-    """One tier's figures. `bytes` is what the tier really takes: blocks on disk, resident pages in memory.
-
-    `ratio` is to the distinct tokens' bytes; `accounted_bytes` is what its budget counts.
-    """
-
-    tier: str
-    paused_episodes: int
-    versions: int
-    distinct_bytes: int
-    bytes: int
-    accounted_bytes: int
-    ratio: float
-    save_ms: float
-    open_s: float | None
-    find_ms: float
-    fetch_gb_s: float
+_NAMESPACE = "bench"
+_SAMPLED = 89  # every so many versions are read back and compared
 
 
-class TierBench(TypedDict):
-    """All of `bench_tiers`."""
+@dataclass(frozen=True, slots=True)
+class EpisodeShape:
+    """A paused episode: a first version and its edits, each a child of the one before.
 
-    row_bytes: int
-    tokens: int
-    edits: int
-    changed_tokens: int
-    tiers: list[TierBenchRow]
-
-
-def bench_tiers(
-    rows: Rows,
-    folder: Path,
-    *,
-    episodes: int = 1000,
-    memory_episodes: int | None = None,
-    tokens: int = 512,
-    edits: int = 10,
-    changed: int = 32,
-    fsync: bool = True,
-    seed: int = 0,
-) -> TierBench:
-    """Returns what paused episodes take on disk and in memory, and how fast the disk store opens after a restart.
-
-    Args:
-        rows: `[N, row_bytes]` real KV rows as bytes of one rank, all layers, in whatever precision; used in a circle.
-        folder: A new folder for the disk store; it stays.
-        episodes: Paused episodes.
-        memory_episodes: The same for memory, where all of them have to fit; None: as many.
-        tokens: Of an episode's first version.
-        edits: Further versions of each episode, each a child of the one before.
+    Attributes:
+        tokens: Of every version.
+        edits: Versions after the first.
         changed: Tokens that each of them replaces, somewhere.
-        fsync: See `DiskStore`.
-        seed: Of the edits' places.
-
-    Raises:
-        RuntimeError: A save was refused, or something read is not what was stored.
     """
-    count = episodes if memory_episodes is None else memory_episodes
-    sizes = {"tokens": tokens, "edits": edits, "changed": changed}
-    before = _resident_bytes()
-    with MemoryStore(1 << 62, fingerprint=FINGERPRINT) as memory:
-        made = _fill(memory, _Episodes(rows, seed=seed, **sizes), count)
-        in_memory = _row(memory, made, count, _resident_bytes() - before, None)
-    with DiskStore(folder, 1 << 62, fsync=fsync, fingerprint=FINGERPRINT) as disk:
-        made = _fill(disk, _Episodes(rows, seed=seed, **sizes), episodes)
-    started = time.perf_counter()
-    with DiskStore(folder, 1 << 62, fsync=fsync, fingerprint=FINGERPRINT) as disk:
-        opened = time.perf_counter() - started
-        on_disk = _row(disk, made, episodes, _disk_bytes(folder), opened)
-    return {
-        "row_bytes": rows.shape[1],
-        "tokens": tokens,
-        "edits": edits,
-        "changed_tokens": changed,
-        "tiers": [in_memory, on_disk],
-    }
+
+    tokens: int = 512
+    edits: int = 10
+    changed: int = 32
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens of an episode, those that its versions share counted once."""
+        return self.tokens + self.edits * self.changed
+
+    @property
+    def object_tokens(self) -> tuple[int, ...]:
+        """The sizes of its objects, in tokens, each once."""
+        runs = [Run(0, self.tokens), *([Run(0, self.changed)] if self.edits else [])]
+        return tuple(sorted({stop - start for run in runs for start, stop in _cut(run)}))
 
 
-@dataclass
-class _Filled:
+@dataclass(slots=True)
+class Filled:
+    """What was saved: how much, how fast, and a sample of it to compare with."""
+
     versions: int = 0
-    distinct_bytes: int = 0
     save_ms: list[float] = field(default_factory=list)
     sample: dict[str, dict[str, Blob]] = field(default_factory=dict)
 
 
-class _Episodes:
-    """Makes the versions of paused episodes, one after another."""
+class ReadBack(TypedDict):
+    """How fast a sample was found and read; all of it was what had been stored."""
 
-    def __init__(self, rows: Rows, *, tokens: int, edits: int, changed: int, seed: int) -> None:
-        self.rows = np.ascontiguousarray(rows)
-        self.tokens, self.edits, self.changed = tokens, edits, changed
-        self.rng = np.random.default_rng(seed)
-        self.cursor = 0
-
-    def versions(self, episode: int) -> Generator[tuple[Manifest, dict[str, Blob]], Manifest, None]:
-        """Yields the drafts of one episode and their new payloads; each is answered by `send` of the sealed manifest."""
-        ids = self.rng.integers(0, 49_152, self.tokens, dtype=np.int32)
-        entries: list[ObjectEntry] = []
-        extents: tuple[Extent, ...] = ()
-        for number in range(self.edits + 1):
-            start = int(self.rng.integers(0, self.tokens - self.changed + 1)) if number else 0
-            fresh = Run(start, start + self.changed) if number else Run(0, self.tokens)
-            ids[fresh.start : fresh.stop] = self.rng.integers(0, 49_152, fresh.stop - fresh.start, dtype=np.int32)
-            kept = [e for run in complement([fresh], self.tokens) for e in overlap(extents, *run)]
-            payloads = {}
-            for at in range(fresh.start, fresh.stop, OBJECT_TOKENS):
-                length = min(OBJECT_TOKENS, fresh.stop - at)
-                entry = ObjectEntry(new_key(), length, at, number == 0)
-                payloads[entry.key] = self._payload(length)
-                kept.append(Extent(len(entries), 0, length, at, 0))
-                entries.append(entry)
-            extents = merge_extents(kept)
-            used = sorted({extent.object_id for extent in extents})
-            draft = Manifest.draft(
-                fingerprint=FINGERPRINT,
-                namespace="bench",
-                version=f"{episode}.{number}",
-                group=str(episode),
-                parent=f"{episode}.{number - 1}" if number else None,
-                token_ids=ids,
-                extents=[StoredExtent(entries[e.object_id].key, *e[1:]) for e in extents],
-                objects=[entries[at] for at in used],
-            )
-            sealed = yield draft, payloads
-            for at, entry in zip(used, sealed.objects, strict=True):
-                entries[at] = entry
-
-    def _payload(self, length: int) -> Blob:
-        at = np.arange(self.cursor, self.cursor + length) % len(self.rows)
-        self.cursor += length
-        payload: Blob = self.rows[at].reshape(-1)
-        return payload
+    versions: int
+    find_ms: float
+    fetch_gb_s: float
 
 
-def _fill(store: KVStore, material: _Episodes, count: int) -> _Filled:
-    """Saves all versions of `count` episodes; keeps some of their payloads to compare with."""
-    out = _Filled()
-    for episode in range(count):
-        making = material.versions(episode)
-        draft, payloads = next(making)
+# -- payloads ----------------------------------------------------------------------------------------------------------
+
+
+def rows_as_payloads(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> Payloads:
+    """Returns payloads of an array's rows `[N, bytes]`, one after the other, in a circle."""
+    cursor = 0
+
+    def take(tokens: int) -> Blob:
+        nonlocal cursor
+        at = np.arange(cursor, cursor + tokens) % len(rows)
+        cursor += tokens
+        out: Blob = rows[at].reshape(-1)
+        return out
+
+    return take
+
+
+def pooled(pool: Mapping[int, Sequence[Blob]]) -> Payloads:
+    """Returns copies of the payloads of a pool by their size in tokens, each size in a circle."""
+    circles = {tokens: cycle(blobs) for tokens, blobs in pool.items()}
+    return lambda tokens: next(circles[tokens]).copy()
+
+
+def stored_payloads(
+    store: KVStore, namespace: str, versions: Iterable[str], shape: EpisodeShape, tag: str
+) -> dict[int, list[Blob]]:
+    """Returns the payloads of versions that an engine has stored, by their size in tokens: what episodes can be made of.
+
+    Args:
+        store: Where they are.
+        namespace: Of the versions.
+        versions: Which.
+        shape: What is to be made of them; payloads of other sizes are left out.
+        tag: Precision of those that are wanted.
+
+    Raises:
+        ConfigError: A version is not there, or there is no payload of a size that the shape needs.
+    """
+    entries: dict[str, ObjectEntry] = {}
+    for version in versions:
+        found = store.find(namespace, version)
+        if not isinstance(found, Manifest):
+            raise ConfigError(f"version {version!r} is not in the store: {found}")
+        entries |= {e.key: e for e in found.objects if e.tag == tag and e.tokens in shape.object_tokens}
+    pool: dict[int, list[Blob]] = {tokens: [] for tokens in shape.object_tokens}
+    for key, blob in store.fetch(entries, 0).items():
+        if not isinstance(blob, Lost):
+            pool[entries[key].tokens].append(blob)
+    missing = [tokens for tokens, blobs in pool.items() if not blobs]
+    if missing:
+        raise ConfigError(f"the stored versions have no {tag} object of {missing} tokens to make episodes of")
+    return pool
+
+
+# -- episodes ----------------------------------------------------------------------------------------------------------
+
+
+def fill_store(
+    store: KVStore,
+    payloads: Payloads,
+    shape: EpisodeShape,
+    episodes: int,
+    *,
+    fingerprint: Mapping[str, str],
+    tag: str = "exact",
+    seed: int = 0,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Filled:
+    """Saves all versions of `episodes` paused episodes; keeps some of their payloads to compare with.
+
+    Args:
+        store: Any tier.
+        payloads: Bytes of their objects, of one rank.
+        shape: Of each episode.
+        episodes: How many.
+        fingerprint: Of the engine that the payloads are from.
+        tag: Precision of the payloads.
+        seed: Of the edits' places.
+        progress: Is told how many episodes are saved.
+
+    Raises:
+        RuntimeError: A save was refused.
+    """
+    out, rng = Filled(), np.random.default_rng(seed)
+    for episode in range(episodes):
+        making = _versions(f"{seed}.{episode}", payloads, shape, rng, fingerprint, tag)
+        draft, blobs = next(making)
         while True:
             started = time.perf_counter()
-            sealed = _save(store, draft, payloads)
+            sealed = _save(store, draft, blobs)
             out.save_ms.append((time.perf_counter() - started) * 1e3)
+            if out.versions % _SAMPLED == 0:
+                out.sample[draft.version] = blobs
             out.versions += 1
-            out.distinct_bytes += sum(map(len, payloads.values()))
-            if out.versions % 89 == 0:
-                out.sample[draft.version] = payloads
             try:
-                draft, payloads = making.send(sealed)
+                draft, blobs = making.send(sealed)
             except StopIteration:
                 break
+        progress(episode + 1)
     return out
 
 
-def _save(store: KVStore, draft: Manifest, payloads: dict[str, Blob]) -> Manifest:
-    made: Manifest | Refused | str = store.prepare(draft, sum(map(len, payloads.values())))
+def _versions(
+    episode: str,
+    payloads: Payloads,
+    shape: EpisodeShape,
+    rng: np.random.Generator,
+    fingerprint: Mapping[str, str],
+    tag: str,
+) -> Generator[tuple[Manifest, dict[str, Blob]], Manifest, None]:
+    """Yields the drafts of one episode and their new payloads; each is answered by `send` of the sealed manifest."""
+    ids = rng.integers(0, 49_152, shape.tokens, dtype=np.int32)
+    entries: list[ObjectEntry] = []
+    extents: tuple[Extent, ...] = ()
+    for number in range(shape.edits + 1):
+        start = int(rng.integers(0, shape.tokens - shape.changed + 1)) if number else 0
+        fresh = Run(start, start + shape.changed) if number else Run(0, shape.tokens)
+        ids[fresh.start : fresh.stop] = rng.integers(0, 49_152, fresh.stop - fresh.start, dtype=np.int32)
+        kept = [e for run in complement([fresh], shape.tokens) for e in overlap(extents, *run)]
+        blobs = {}
+        for at, stop in _cut(fresh):
+            entry = ObjectEntry(new_key(), stop - at, at, number == 0, tag)
+            blobs[entry.key] = payloads(stop - at)
+            kept.append(Extent(len(entries), 0, stop - at, at, 0))
+            entries.append(entry)
+        extents = merge_extents(kept)
+        used = sorted({extent.object_id for extent in extents})
+        draft = Manifest.draft(
+            fingerprint=fingerprint,
+            namespace=_NAMESPACE,
+            version=f"{episode}.{number}",
+            group=episode,
+            parent=f"{episode}.{number - 1}" if number else None,
+            token_ids=ids,
+            extents=[StoredExtent(entries[e.object_id].key, *e[1:]) for e in extents],
+            objects=[entries[at] for at in used],
+        )
+        sealed = yield draft, blobs
+        for at, entry in zip(used, sealed.objects, strict=True):
+            entries[at] = entry
+
+
+def _cut(run: Run) -> list[Run]:
+    return [Run(at, min(at + OBJECT_TOKENS, run.stop)) for at in range(run.start, run.stop, OBJECT_TOKENS)]
+
+
+def _save(store: KVStore, draft: Manifest, blobs: Mapping[str, Blob]) -> Manifest:
+    made: Manifest | Refused | str = store.prepare(draft, sum(map(len, blobs.values())))
     if isinstance(made, str):
         ticket = made
-        for key, blob in payloads.items():
+        for key, blob in blobs.items():
             put = store.put(ticket, key, 0, blob)
             if isinstance(put, Refused):
                 raise RuntimeError(f"a save was refused: {put.reason}")
@@ -196,12 +248,16 @@ def _save(store: KVStore, draft: Manifest, payloads: dict[str, Blob]) -> Manifes
     return made
 
 
-def _row(store: KVStore, made: _Filled, episodes: int, taken: int, open_s: float | None) -> TierBenchRow:
-    """Reads a sample back, compares it, and returns the tier's figures."""
+def read_back(store: KVStore, sample: Mapping[str, Mapping[str, Blob]]) -> ReadBack:
+    """Returns how fast a sample of `fill_store` is found and read.
+
+    Raises:
+        RuntimeError: Something is not found, or not what was stored.
+    """
     find_ms, size, seconds = [], 0, 0.0
-    for version, payloads in made.sample.items():
+    for version, blobs in sample.items():
         started = time.perf_counter()
-        manifest = store.find("bench", version)
+        manifest = store.find(_NAMESPACE, version)
         find_ms.append((time.perf_counter() - started) * 1e3)
         if not isinstance(manifest, Manifest):
             raise RuntimeError(f"version {version} is not found: {manifest}")
@@ -209,26 +265,53 @@ def _row(store: KVStore, made: _Filled, episodes: int, taken: int, open_s: float
         got = store.fetch([entry.key for entry in manifest.objects], 0)
         seconds += time.perf_counter() - started
         for key, blob in got.items():
-            if isinstance(blob, Lost) or (key in payloads and not np.array_equal(blob, payloads[key])):
+            if isinstance(blob, Lost) or (key in blobs and not np.array_equal(blob, blobs[key])):
                 raise RuntimeError(f"object {key} of version {version} is not what was stored: {blob}")
             size += len(blob)
-    [stats] = store.stats()
     return {
-        "tier": store.tier,
-        "paused_episodes": episodes,
-        "versions": made.versions,
-        "distinct_bytes": made.distinct_bytes,
-        "bytes": taken,
-        "accounted_bytes": stats["used_bytes"],
-        "ratio": taken / made.distinct_bytes,
-        "save_ms": statistics.median(made.save_ms),
-        "open_s": open_s,
+        "versions": len(sample),
         "find_ms": statistics.median(find_ms) if find_ms else 0.0,
         "fetch_gb_s": size / seconds / 1e9 if seconds else 0.0,
     }
 
 
-def _disk_bytes(folder: Path) -> int:
+# -- what they take ----------------------------------------------------------------------------------------------------
+
+
+def bench_memory(
+    payloads: Payloads,
+    shape: EpisodeShape,
+    episodes: int,
+    *,
+    tag: str = "exact",
+    progress: Callable[[int], object] = lambda _: None,
+) -> dict[str, float]:
+    """Returns what paused episodes take in the memory tier.
+
+    Run it in a fresh process: pages that were freed before would be used again unseen.
+
+    Returns:
+        `bytes` (resident pages of this process), `accounted_bytes` (what the budget counts), `versions`, the medians `save_ms`
+        and `find_ms`.
+    """
+    fingerprint = {"model": "bench"}
+    before = _resident_bytes()
+    with MemoryStore(1 << 62, fingerprint=fingerprint) as memory:
+        made = fill_store(memory, payloads, shape, episodes, fingerprint=fingerprint, tag=tag, progress=progress)
+        taken = _resident_bytes() - before
+        read = read_back(memory, made.sample)
+        [stats] = memory.stats()
+    return {
+        "bytes": taken,
+        "accounted_bytes": stats["used_bytes"],
+        "versions": made.versions,
+        "save_ms": statistics.median(made.save_ms),
+        "find_ms": read["find_ms"],
+    }
+
+
+def disk_bytes(folder: Path) -> int:
+    """Returns what a folder takes of its disk: the blocks of all its files, its own and its subfolders'."""
     return sum(512 * path.stat().st_blocks for path in (folder, *folder.rglob("*")))
 
 
