@@ -23,6 +23,8 @@ class ConnectorConfig(BaseModel):
         verify_checksums: Whether each block's checksum is compared when it is restored.
         precision: How KV rows are stored: `exact` (bit by bit), `k8v8` or `k8v4` (quantised: what is restored from them is
             approximate, also in the prefix), or a format for comparison, see `docs/checkpoint-format.md`.
+        store: Where checkpoints outlive memory: `disk:///folder` or `redis://host:6379/0`, with options after `?`, or
+            `tiered:memory?bytes=4GiB+disk:///folder` to give `host_bytes` in the same place; `memory:` or None: nowhere.
         policy_modules: Modules that register recovery policies; the engine's processes import them at start-up.
     """
 
@@ -33,7 +35,43 @@ class ConnectorConfig(BaseModel):
     save_tokens_per_step: int = Field(default=512, ge=1)
     verify_checksums: bool = True
     precision: str = Field(default="exact", min_length=1, max_length=32)
+    store: str | None = Field(default=None, max_length=4096)
     policy_modules: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _store_is_known(self) -> Self:
+        if self.store is not None:
+            _split_store(self.store)
+        return self
+
+    @property
+    def durable_url(self) -> str | None:
+        """The store below memory, or None."""
+        return None if self.store is None else _split_store(self.store)[1]
+
+    @property
+    def memory_bytes(self) -> int:
+        """The budget of the store in memory: what the store's URL says, else `host_bytes`."""
+        said = None if self.store is None else _split_store(self.store)[0]
+        return self.host_bytes if said is None else said
+
+
+def _split_store(url: str) -> tuple[int | None, str | None]:
+    """Returns the bytes of memory that a store's URL asks for, if it does, and the URL of the tier below, if there is one.
+
+    Raises:
+        ValueError: It is no such URL.
+    """
+    from agentcache.store.tiers.registry import parse_size, parse_store_url  # only who has a store pays for it
+
+    try:
+        spec = parse_store_url(url)
+        if spec.scheme not in ("memory", "tiered"):
+            return None, url
+        options = spec.take({"bytes": parse_size})
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return options.get("bytes"), url.partition("+")[2] or None
 
 
 class CacheConfig(BaseModel):
@@ -47,7 +85,9 @@ class CacheConfig(BaseModel):
         max_model_len: Longest prompt plus reply in tokens; None takes the model's.
         block_size: Tokens a KV block.
         kv_bytes: KV memory of the engine; None takes a quarter of the free memory on CPU, vLLM's default on GPU.
-        host_bytes: Budget of the checkpoint store.
+        host_bytes: Budget of the checkpoint store in memory.
+        store: Where checkpoints outlive memory, e.g. `disk:///var/lib/agentcache` or `redis://host:6379/0`; see
+            `ConnectorConfig.store`.
         max_num_seqs: Most requests in one engine step.
         max_num_batched_tokens: Most tokens in one engine step.
         namespace: Tenant of this handle; checkpoints of other namespaces are never seen. vLLM's own exact prefix cache is shared,
@@ -69,6 +109,7 @@ class CacheConfig(BaseModel):
     block_size: int = Field(default=32, ge=16)
     kv_bytes: int | None = Field(default=None, ge=1 << 20)
     host_bytes: int = Field(default=4 << 30, ge=0)
+    store: str | None = Field(default=None, max_length=4096)
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int | None = Field(default=None, ge=16)
     namespace: str = Field(default="default", min_length=1, max_length=256)
@@ -79,10 +120,18 @@ class CacheConfig(BaseModel):
     connector: ConnectorConfig = Field(default_factory=ConnectorConfig)
 
     @model_validator(mode="after")
-    def _one_budget(self) -> Self:
-        if "host_bytes" in self.connector.model_fields_set:
-            raise ValueError("give host_bytes to the cache itself, not in connector")
+    def _one_place(self) -> Self:
+        for name in ("host_bytes", "store"):
+            if name in self.connector.model_fields_set:
+                raise ValueError(f"give {name} to the cache itself, not in connector")
+        self.to_connector()  # a store that is none is known before the engine starts
         return self
+
+    def to_connector(self) -> ConnectorConfig:
+        """Returns the connector's settings with what is set here."""
+        return ConnectorConfig.model_validate(
+            self.connector.model_dump() | {"host_bytes": self.host_bytes, "store": self.store}
+        )
 
     @classmethod
     def build(cls, **settings: Any) -> CacheConfig:

@@ -107,7 +107,7 @@ def engine_args(config: CacheConfig, model: str) -> Any:
             kv_connector_module_path="agentcache.engine.connector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config=config.connector.model_dump(mode="json") | {"host_bytes": config.host_bytes},
+            kv_connector_extra_config=config.to_connector().model_dump(mode="json"),
         ),
     }
     given = {name: value for name, value in (arguments | config.engine_args).items() if value is not None}

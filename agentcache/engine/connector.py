@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +20,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.attention.backend import AttentionMetadata
 
 from agentcache.config import ConnectorConfig
+from agentcache.engine.durable import DurableTier
+from agentcache.engine.fingerprint import fingerprint
 from agentcache.engine.orders import StepOrders, StepReport
 from agentcache.engine.scheduler_half import SchedulerHalf
 from agentcache.engine.support import check_config, check_kv_cache_config
 from agentcache.engine.worker_half import WorkerHalf
+from agentcache.engine.worker_tier import WorkerTier
 from agentcache.errors import ConfigError, UnsupportedModelError
 from agentcache.kernels import COMPARISON, Tag
+from agentcache.store.index import CheckpointIndex
+from agentcache.store.payloads import Payload
+from agentcache.store.tiers import open_store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,18 +71,22 @@ class AgentCacheConnector(KVConnectorBase_V1):
             importlib.import_module(module)
         self.worker: WorkerHalf | None = None
         self.scheduler: SchedulerHalf | None = None
+        url = config.durable_url
+        made_for = fingerprint(vllm_config, kv_cache_config) if url is not None else {}
         if role == KVConnectorRole.WORKER:
-            self.worker = WorkerHalf(config)
+            self.worker = WorkerHalf(config, partial(_worker_tier, config, url, made_for) if url is not None else None)
         else:
             spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
             layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
-            ranks = vllm_config.parallel_config.tensor_parallel_size
+            ranks = int(vllm_config.parallel_config.tensor_parallel_size)
             self.scheduler = SchedulerHalf(
                 config,
                 block_size=int(getattr(kv_cache_config, "hash_block_size", None) or spec.block_size),
-                bytes_per_token=spec.page_size_bytes // spec.block_size * layers * ranks,
+                # A row takes at most its exact bytes and a residual; how it was attended to is the version's.
+                bytes_per_token=(spec.page_size_bytes // spec.block_size * layers + 1) * ranks,
                 max_step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
                 local_hit=self._local_hit,
+                open_tier=partial(_scheduler_tier, url, made_for, ranks) if url is not None else None,
             )
 
     def _local_hit(self, request: Request) -> int:
@@ -187,3 +199,26 @@ class AgentCacheConnector(KVConnectorBase_V1):
         assert self.scheduler is not None
         self.scheduler.reset()
         return True
+
+    def shutdown(self) -> None:
+        """Ends the threads of a durable tier, after what they have queued."""
+        if self.worker is not None:
+            self.worker.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
+
+
+def _scheduler_tier(url: str, made_for: dict[str, str], ranks: int, index: CheckpointIndex) -> DurableTier:
+    return DurableTier(open_store(url, fingerprint=made_for), index, made_for, ranks)
+
+
+def _worker_tier(
+    config: ConnectorConfig, url: str, made_for: dict[str, str], is_sound: Callable[[Payload], bool]
+) -> WorkerTier:
+    return WorkerTier(
+        open_store(url, fingerprint=made_for),
+        get_tp_group().rank_in_group,
+        verify=config.verify_checksums,
+        warm_bytes=config.memory_bytes // 4,
+        is_sound=is_sound,
+    )

@@ -8,7 +8,7 @@ scheduler half <--StepReport-- worker half (aggregated)      what was done, what
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -16,7 +16,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from agentcache.store.extents import LoadExtent, NewObject
 from agentcache.types import Run
 
-__all__ = ["LoadOrder", "LoadReport", "SaveOrder", "StepOrders", "StepReport", "Stored"]
+__all__ = [
+    "DemoteOrder",
+    "Demoted",
+    "LoadOrder",
+    "LoadReport",
+    "SaveOrder",
+    "StageOrder",
+    "Staged",
+    "StepOrders",
+    "StepReport",
+    "Stored",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +57,39 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Gathers rows of a finished request's blocks into new objects."""
+    """Gathers rows of a finished request's blocks into new objects.
+
+    Attributes:
+        request_id: vLLM's id.
+        block_ids: The request's block table.
+        objects: What to gather.
+        precision: How, see `ConnectorConfig.precision`.
+        token_ids: Ids of all rows that have KV.
+        prompt_tokens: How many of them are the prompt.
+    """
 
     request_id: str
     block_ids: list[int]
     objects: list[NewObject]
+    precision: str
+    token_ids: list[int]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DemoteOrder:
+    """Stores objects in the tier below: `(object id, key)`, each rank its part, under the ticket of an open save."""
+
+    ticket: str
+    objects: list[tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOrder:
+    """Fetches objects from the tier below: `(object id, key, rows)`."""
+
+    number: int
+    objects: list[tuple[int, str, int]]
 
 
 @dataclass(slots=True)
@@ -60,22 +99,28 @@ class StepOrders(KVConnectorMetadata):
     Attributes:
         loads: In scheduling order: a later request may read blocks that an earlier one fills.
         saves: New gathers.
+        demote: Objects to store below.
+        stage: Objects to fetch from below.
         drop: Objects that nothing refers to any more.
         cancel: Requests whose background load is no longer wanted.
         notes: `(namespace, version)` to the JSON report so far, kept for whoever asks the worker.
         scheduled_tokens: What vLLM itself computes in this step.
         clear: Whether to drop every object first.
         index: The checkpoint index's counters when they changed, for whoever asks the worker.
+        tier: The same of the scheduler half's handle of the durable tier.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    demote: list[DemoteOrder] = field(default_factory=list)
+    stage: list[StageOrder] = field(default_factory=list)
     drop: list[int] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
     notes: dict[tuple[str, str], dict[str, object]] = field(default_factory=dict)
     scheduled_tokens: int = 0
     clear: bool = False
     index: dict[str, object] = field(default_factory=dict)
+    tier: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -102,10 +147,25 @@ class LoadReport:
 
 
 class Stored(NamedTuple):
-    """What became of a new object: its payload's bytes over all ranks, and whether it holds the rows bit by bit."""
+    """What became of a new object: its payload's bytes over all ranks, its precision, and whether it holds the rows bit by bit."""
 
     size_bytes: int
+    tag: str
     lossless: bool
+
+
+class Demoted(NamedTuple):
+    """How many ranks are done with an order to store below, and whether one of them failed."""
+
+    ranks: int
+    failed: bool
+
+
+class Staged(NamedTuple):
+    """How many ranks are done with an order to fetch from below, and the objects that one of them could not have."""
+
+    ranks: int
+    lost: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -117,16 +177,28 @@ class StepReport(KVConnectorWorkerMetadata):
         saved: Requests whose objects are stored.
         stored: Those objects.
         unsaved: Requests whose gather failed.
+        attention: By request that was saved: how much each row was attended to, `[T]` codes of `store.scores`; where that
+            was measured. The ranks agree on it.
         lost: Objects that are absent or whose checksum does not match.
         failed: Requests whose load raised, and their blocks that are not to be trusted.
+        demoted: By ticket. Ranks end in different steps.
+        staged: By the order's number. The same.
     """
 
     loads: dict[str, LoadReport] = field(default_factory=dict)
     saved: set[str] = field(default_factory=set)
     stored: dict[int, Stored] = field(default_factory=dict)
     unsaved: set[str] = field(default_factory=set)
+    attention: dict[str, bytes] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     failed: dict[str, set[int]] = field(default_factory=dict)
+    demoted: dict[str, Demoted] = field(default_factory=dict)
+    staged: dict[int, Staged] = field(default_factory=dict)
+
+    @property
+    def news(self) -> bool:
+        """Whether there is anything to tell."""
+        return any(bool(getattr(self, each.name)) for each in fields(self))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Returns the reports of two ranks as one."""
@@ -135,14 +207,25 @@ class StepReport(KVConnectorWorkerMetadata):
         for request_id, report in other.loads.items():
             loads[request_id] = loads[request_id].worst(report) if request_id in loads else report
         stored = dict(self.stored)
-        for object_id, (size, lossless) in other.stored.items():
-            mine = stored.get(object_id, Stored(0, True))
-            stored[object_id] = Stored(mine.size_bytes + size, mine.lossless and lossless)
+        for object_id, more in other.stored.items():
+            mine = stored.get(object_id, Stored(0, more.tag, True))
+            tag = more.tag if more.tag == mine.tag else "mixed"
+            stored[object_id] = Stored(mine.size_bytes + more.size_bytes, tag, mine.lossless and more.lossless)
+        demoted, staged = dict(self.demoted), dict(self.staged)
+        for ticket, part in other.demoted.items():
+            ranks, failed = demoted.get(ticket, Demoted(0, False))
+            demoted[ticket] = Demoted(ranks + part.ranks, failed or part.failed)
+        for number, found in other.staged.items():
+            ranks, lost = staged.get(number, Staged(0, frozenset()))
+            staged[number] = Staged(ranks + found.ranks, lost | found.lost)
         return StepReport(
             loads=loads,
             saved=self.saved & other.saved,
             stored=stored,
             unsaved=self.unsaved | other.unsaved,
+            attention=other.attention | self.attention,
             lost=self.lost | other.lost,
             failed={r: self.failed.get(r, set()) | other.failed.get(r, set()) for r in {*self.failed, *other.failed}},
+            demoted=demoted,
+            staged=staged,
         )

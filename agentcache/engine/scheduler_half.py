@@ -21,6 +21,7 @@ import numpy as np
 
 from agentcache.config import ConnectorConfig
 from agentcache.engine.commits import lineage_salts, salt_request, version_salt
+from agentcache.engine.durable import DurableTier
 from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from agentcache.engine.planning import plan_request, refusal
 from agentcache.engine.state import Load, RequestState
@@ -43,6 +44,7 @@ class SchedulerHalf:
         bytes_per_token: Bytes of one row over all layers and ranks.
         max_step_tokens: The engine's token budget a step.
         local_hit: Returns how many leading tokens of a request vLLM's own prefix cache holds now.
+        open_tier: Opens the durable tier below an index; None when there is none.
     """
 
     def __init__(
@@ -53,13 +55,16 @@ class SchedulerHalf:
         bytes_per_token: int,
         max_step_tokens: int,
         local_hit: Callable[[Any], int],
+        open_tier: Callable[[CheckpointIndex], DurableTier] | None = None,
     ) -> None:
         self.config = config
         self.block_size = block_size
         self.local_hit = local_hit
         self.step_tokens = config.recompute_tokens_per_step or max_step_tokens
-        self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.host_bytes)
+        self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.memory_bytes)
+        self.tier = open_tier(self.index) if open_tier is not None else None
         self._requests: dict[str, RequestState] = {}
+        self._seeking: dict[str, Any] = {}  # requests whose parent is sought below memory
         self._running: set[tuple[str, str]] = set()
         self._saving: dict[str, Version] = {}
         self._allocated: list[Any] = []
@@ -103,8 +108,14 @@ class SchedulerHalf:
             state.recovery.reason = f"parent {params.parent!r} is still generating"
             return
         parent = self.index.lookup(params.namespace, params.parent)
+        if parent is None and self.tier is not None and state.seek is None:
+            state.seek, state.sought_at = self.tier.seek(params.namespace, params.parent), time.perf_counter()
+            state.recovery.tier = "store"
+            self._seeking[request.request_id] = request
+            return
         if parent is None:
-            state.recovery.reason = f"parent {params.parent!r} is unknown or was evicted"
+            sought = state.seek.reason if state.seek is not None else None
+            state.recovery.reason = sought or f"parent {params.parent!r} is unknown or was evicted"
             return
         started = time.perf_counter()
         exact_end = self._exact_end(request, parent)
@@ -133,6 +144,15 @@ class SchedulerHalf:
         recovery.repair_tokens, recovery.reused_tokens = plan.repair_tokens, plan.reused_tokens
         recovery.new_tokens = request.num_prompt_tokens - plan.load_end
 
+    def _end_seeks(self) -> None:
+        """Plans the requests whose parents are known now; their blocks are not hashed for a step before that."""
+        for request_id, request in list(self._seeking.items()):
+            state = self._requests[request_id]
+            assert state.seek is not None and state.params is not None
+            if state.seek.done:
+                del self._seeking[request_id]
+                self._plan(request, state, state.params)
+
     def _exact_end(self, request: Any, parent: Version) -> int:
         """Returns how many of the parent's leading rows can be had exactly: stored so, or still in vLLM's own cache."""
         stored = self.index.trusted_end(parent)
@@ -148,6 +168,8 @@ class SchedulerHalf:
         if state is None:
             return 0, False
         state.matched = local
+        if request.request_id in self._seeking:
+            return None, False
         if state.plan is None:
             return 0, False
         assert state.parent is not None
@@ -157,6 +179,9 @@ class SchedulerHalf:
             return 0, False
         if state.parent.state == "saving":
             return None, False
+        if state.sought_at is not None:
+            state.recovery.fetch_ms = (time.perf_counter() - state.sought_at) * 1e3
+            state.sought_at = None
         external = state.plan.load_end - local
         if external <= 0:
             return 0, False
@@ -250,9 +275,17 @@ class SchedulerHalf:
         self._allocated, self._promised = [], 0
         orders, self._orders = self._orders, StepOrders()
         orders.scheduled_tokens = scheduled_tokens
+        tier = None
+        if self.tier is not None:
+            self.tier.poll(idle=not scheduled_tokens and not orders.loads and not self._saving)
+            self._end_seeks()
+            self.tier.take_orders(orders)
+            tier = self.tier.take_stats()
         orders.drop.extend(self.index.take_dropped())
-        if orders.loads or orders.saves or orders.drop or orders.clear:
-            orders.index = dict(self.index.stats())
+        if orders.loads or orders.saves or orders.drop or orders.clear or tier is not None:
+            orders.index = {**self.index.stats(), "open_saves": len(self._saving)}
+        if tier is not None:
+            orders.tier = tier
         return orders
 
     def _order_load(self, request: Any, state: RequestState, written: Set[int]) -> None:
@@ -298,10 +331,13 @@ class SchedulerHalf:
                 recovery.reason = f"{load.lost_tokens} stored rows were lost or corrupt and were recomputed"
         if report.lost:
             self.index.lose_objects(report.lost)
-        for object_id, (size_bytes, lossless) in report.stored.items():
-            self.index.settle(object_id, size_bytes, lossless=lossless)
+        for object_id, (size_bytes, tag, lossless) in report.stored.items():
+            self.index.settle(object_id, size_bytes, tag, lossless=lossless)
         for request_id in report.saved | report.unsaved:
-            self._end_save(request_id, ok=request_id in report.saved and request_id not in report.unsaved)
+            ok = request_id in report.saved and request_id not in report.unsaved
+            self._end_save(request_id, report.attention.get(request_id), ok=ok)
+        if self.tier is not None:
+            self.tier.on_report(report)
         evict: set[int] = set()
         for request_id, blocks in report.failed.items():
             # Also when the request was aborted meanwhile: its blocks are free, and vLLM has published them.
@@ -318,14 +354,20 @@ class SchedulerHalf:
             state.recovery.reason = "the restore failed in the worker; vLLM computed the rows (see its log)"
             self._give_up(state, state.matched)
 
-    def _end_save(self, request_id: str, *, ok: bool) -> None:
+    def _end_save(self, request_id: str, attention: bytes | None, *, ok: bool) -> None:
         version = self._saving.pop(request_id, None)
         if version is None:
             return  # another rank has failed before this one was done
         if ok:
-            self.index.commit(version)
+            codes = None if attention is None else np.frombuffer(attention, dtype=np.uint8)
+            self._keep(version, committed=self.index.commit(version, codes))
         else:
             self.index.abort_save(version)
+
+    def _keep(self, version: Version, *, committed: bool) -> None:
+        """Offers a version that was committed to the tier below."""
+        if committed and self.tier is not None:
+            self.tier.save(version)
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 
@@ -335,6 +377,7 @@ class SchedulerHalf:
         if state is None:
             return False, None
         params, recovery = state.params, state.recovery
+        self._seeking.pop(request.request_id, None)
         if state.owns_key:
             self._running.discard(state.key)
         if state.loading:
@@ -377,7 +420,7 @@ class SchedulerHalf:
             return False
         state.recovery.saved = "pending"
         if not saved.new:
-            self.index.commit(saved.version)
+            self._keep(saved.version, committed=self.index.commit(saved.version))
             return False
         self._saving[request.request_id] = saved.version
         self._orders.saves.append(
@@ -385,6 +428,9 @@ class SchedulerHalf:
                 request_id=request.request_id,
                 block_ids=list(block_ids),
                 objects=[*saved.new],
+                precision=params.precision or self.config.precision,
+                token_ids=list(request.all_token_ids[:computed]),
+                prompt_tokens=request.num_prompt_tokens,
             )
         )
         return True
@@ -392,10 +438,16 @@ class SchedulerHalf:
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping for us: saves are open or orders wait."""
-        return bool(self._saving or self._orders.cancel or self._orders.clear)
+        ours = bool(self._saving or self._orders.cancel or self._orders.clear)
+        return ours or (self.tier is not None and self.tier.busy)
 
     def reset(self) -> None:
-        """Drops every checkpoint; requests in flight are computed by vLLM."""
+        """Drops every checkpoint from memory; requests in flight are computed by vLLM. A durable tier keeps what it has."""
         self.index.clear()
         self.index.take_dropped()
         self._orders.clear = True
+
+    def close(self) -> None:
+        """Ends the threads of the tier below."""
+        if self.tier is not None:
+            self.tier.close()

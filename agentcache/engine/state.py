@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentcache.engine.commits import Salts
+from agentcache.engine.durable import Seek
 from agentcache.engine.wire import Recovery, ResumeParams
 from agentcache.recovery.base import RecoveryPlan
 from agentcache.store.extents import LoadExtent
@@ -29,13 +30,16 @@ class RequestState:
     """What the half knows of one request that opted in.
 
     `plan` is None when nothing can be restored. `first_approximate` holds for the version whatever becomes of the plan,
-    unless its approximate rows provably never came to be.
+    unless its approximate rows provably never came to be. `seek` is the search for its parent below memory, `sought_at` its
+    beginning until its payloads are here.
     """
 
     params: ResumeParams | None
     recovery: Recovery
     plan: RecoveryPlan | None = None
     parent: Version | None = None
+    seek: Seek | None = None
+    sought_at: float | None = None
     salts: Salts = ()
     exact_end: int = 0
     first_approximate: int | None = None

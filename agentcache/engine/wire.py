@@ -36,6 +36,7 @@ class ResumeParams(BaseModel):
         aligned: `[old_start, new_start, length]` spans of the diff to the parent; None lets the connector diff.
         boundaries: `[kind, start, stop]` of the new prompt.
         save: Whether the version is checkpointed when it ends.
+        precision: How its new rows are stored, see `ConnectorConfig.precision`; None: as the connector is set.
         salt: Extra salt, e.g. of a benchmark's repetition.
     """
 
@@ -50,6 +51,7 @@ class ResumeParams(BaseModel):
     aligned: list[tuple[Count, Count, Count]] | None = Field(default=None, max_length=65_536)
     boundaries: list[tuple[BoundaryKind, Count, Count]] = Field(default_factory=list, max_length=65_536)
     save: bool = True
+    precision: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     salt: Annotated[str, Field(max_length=256)] = ""
 
     @property
@@ -72,6 +74,7 @@ class Recovery(BaseModel):
     Attributes:
         version: The version that the request created.
         parent: The version it was recovered from, if any.
+        tier: Where the parent's KV was: `memory`, or `store` when it had to be fetched from the tier below.
         policy: The policy that was used.
         requested_policy: The policy that was asked for.
         exact: Whether every row is that of a full prefill.
@@ -90,6 +93,7 @@ class Recovery(BaseModel):
         asynchronous: Whether the recomputation ran in slices between steps.
         diff_ms: Time of the diff in the caller.
         plan_ms: Time of policy and planning in the scheduler.
+        fetch_ms: Time from the request's arrival until its parent had come up from the store; 0 when it was in memory.
         restore_ms: Time of the copy.
         recompute_ms: Time of the segment forward.
         ttft_ms: From the call to the first token in the caller.
@@ -100,6 +104,7 @@ class Recovery(BaseModel):
 
     version: str = ""
     parent: str | None = None
+    tier: Literal["memory", "store"] = "memory"
     policy: str = "prefix_cache"
     requested_policy: str = "prefix_cache"
     exact: bool = True
@@ -118,6 +123,7 @@ class Recovery(BaseModel):
     asynchronous: bool = False
     diff_ms: float = 0.0
     plan_ms: float = 0.0
+    fetch_ms: float = 0.0
     restore_ms: float = 0.0
     recompute_ms: float = 0.0
     ttft_ms: float | None = None

@@ -58,3 +58,10 @@ class WorkerExtension:
     def agentcache_stats(self) -> dict[str, Any]:
         """Returns this rank's counters."""
         return self._agentcache_half().stats()
+
+    def agentcache_hint(self, namespace: str, version: str) -> bool:
+        """Begins to fetch a version that is likely to be resumed from the tier below; returns whether there is a tier."""
+        tier = self._agentcache_half().tier
+        if tier is not None:
+            tier.warm(namespace, version)
+        return tier is not None

@@ -15,25 +15,30 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from agentcache.config import ConnectorConfig
-from agentcache.engine.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport, Stored
+from agentcache.engine.orders import Demoted, LoadOrder, LoadReport, Staged, StepOrders, StepReport
 from agentcache.engine.runtime import Runtime
+from agentcache.engine.saver import Saver
 from agentcache.engine.segments import Segment
+from agentcache.engine.worker_tier import WorkerTier
+from agentcache.kernels import COMPARISON, Kernels, Tag
 from agentcache.store.extents import LoadExtent
-from agentcache.store.payloads import PayloadStore
+from agentcache.store.payloads import Payload, PayloadStore
 from agentcache.types import Run, merge_runs, run_tokens
 
 __all__ = ["WorkerHalf"]
 
 logger = logging.getLogger(__name__)
 
+_IDLE_S = 0.002  # a new request waits no longer than that for a step that only waits for the tier below
 _NOTES = 4096  # reports kept for whoever asks later
-_IDLE_SAVE_TOKENS = 4096  # rows gathered a step when nothing else runs: a new request waits no longer than that
 
 
 @dataclass(slots=True)
@@ -45,35 +50,40 @@ class _Load:
     report: LoadReport = field(default_factory=LoadReport)
 
 
-@dataclass(slots=True)
-class _Save:
-    order: SaveOrder
-    done: int = 0
-    failed: bool = False
-
-
 class WorkerHalf:
     """One rank's half.
 
     Args:
         config: The connector's settings.
+        open_tier: Opens the tier below memory once the model is attached; None when there is none.
     """
 
-    def __init__(self, config: ConnectorConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, open_tier: Callable[[Callable[[Payload], bool]], WorkerTier] | None = None
+    ) -> None:
         self.config = config
+        self.tier: WorkerTier | None = None
+        self._open_tier = open_tier
         self.store = PayloadStore(verify=config.verify_checksums)
+        self.saver = Saver(config, self.store)
         self.runtime: Runtime | None = None
         self.notes: OrderedDict[tuple[str, str], dict[str, object]] = OrderedDict()
         self._background: OrderedDict[str, _Load] = OrderedDict()
-        self._saves: deque[_Save] = deque()
-        self._finished_saves: set[str] = set()
         self._finished_loads: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self._report = StepReport()
         self._index: dict[str, object] = {}
+        self._tier_stats: dict[str, object] = {}
+        self._counts = {"restores": 0, "restore_s": 0.0, "restored_bytes": 0, "lost_tokens": 0}
 
     def attach(self, runtime: Runtime) -> None:
-        """Makes loads and saves possible; `runtime` has proved its claims."""
+        """Makes loads and saves possible; `runtime` has proved its claims.
+
+        Raises:
+            StoreError: The tier below memory cannot be opened.
+        """
+        if self._open_tier is not None and self.tier is None:
+            self.tier = self._open_tier(partial(_is_sound, runtime.kernels))
         self.runtime = runtime
 
     # -- loads ---------------------------------------------------------------------------------------------------------
@@ -89,6 +99,9 @@ class WorkerHalf:
                 self._finished_loads.add(request_id)
         if orders.index:
             self._index = orders.index
+        if orders.tier:
+            self._tier_stats = orders.tier
+        self._start_transfers(orders)
         for key, note in orders.notes.items():
             self._note(key, note)
         now: list[_Load] = []
@@ -101,6 +114,18 @@ class WorkerHalf:
         computed = self._recompute(now)
         if self._background:
             self._advance_background(self._slice_tokens(orders.scheduled_tokens + computed))
+
+    def _start_transfers(self, orders: StepOrders) -> None:
+        """Begins what goes to the tier below and comes from it; without one, nothing can."""
+        if self.tier is None:
+            self._report.demoted |= {order.ticket: Demoted(1, True) for order in orders.demote}
+            lost = {order.number: frozenset(i for i, *_ in order.objects) for order in orders.stage}
+            self._report.staged |= {number: Staged(1, objects) for number, objects in lost.items()}
+            return
+        for demotion in orders.demote:
+            self.tier.demote(demotion, self.store)
+        for staging in orders.stage:
+            self.tier.stage(staging)
 
     def _restore(self, order: LoadOrder) -> _Load:
         """Copies an order's rows into its pages; rows that are lost join its recomputation."""
@@ -197,6 +222,10 @@ class WorkerHalf:
 
     def _finish_load(self, load: _Load) -> None:
         report = load.report
+        self._counts["restores"] += 1
+        self._counts["restore_s"] += report.restore_ms / 1e3
+        self._counts["restored_bytes"] += report.restored_bytes
+        self._counts["lost_tokens"] += report.lost_tokens
         self._report.loads[load.order.request_id] = report
         note = self.notes.get(load.order.key, {})
         self._note(
@@ -225,51 +254,23 @@ class WorkerHalf:
 
     def finish_step(self, orders: StepOrders) -> None:
         """Gathers rows of finished requests: all that fits in the step's share."""
-        self._saves.extend(_Save(order) for order in orders.saves)
-        budget = self.config.save_tokens_per_step if orders.scheduled_tokens else _IDLE_SAVE_TOKENS
-        while self._saves and budget > 0:
-            save = self._saves[0]
-            while save.done < len(save.order.objects) and budget > 0 and not save.failed:
-                budget -= self._gather(save)
-            if save.failed or save.done == len(save.order.objects):
-                self._saves.popleft()
-                self._finish_save(save)
-
-    def _gather(self, save: _Save) -> int:
-        """Stores the next object of a save; returns its rows."""
-        new = save.order.objects[save.done]
-        save.done += 1
-        if self.runtime is None:  # the first request may end before the model is attached
-            save.failed = True
-            return 0
-        try:
-            blocks = torch.tensor(save.order.block_ids, dtype=torch.int64)
-            runs = self.runtime.gather(blocks, new.start, new.stop, self.config.precision)
-            payload = self.store.put(new.object_id, runs)
-            self._report.stored[new.object_id] = Stored(payload.size_bytes, payload.lossless)
-        except Exception:
-            logger.exception("agentcache could not save the KV of request %s", save.order.request_id)
-            save.failed = True
-        return new.stop - new.start
-
-    def _finish_save(self, save: _Save) -> None:
-        self._finished_saves.add(save.order.request_id)
-        (self._report.unsaved if save.failed else self._report.saved).add(save.order.request_id)
+        self.saver.add(orders.saves)
+        self.saver.advance(self.runtime, orders.scheduled_tokens, self._report)
+        if self.tier is not None:
+            if not orders.scheduled_tokens and not self.saver.pending and not self._background:
+                self.tier.wait(_IDLE_S)
+            self.tier.collect(self.store, self._report)
 
     def _clear(self) -> None:
         self.store.clear()
-        while self._saves:
-            save = self._saves.popleft()
-            save.failed = True
-            self._finish_save(save)
+        self.saver.clear(self._report)
 
     # -- what vLLM asks for after a step -------------------------------------------------------------------------------
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Returns the requests whose saves and whose background loads ended since the last call."""
-        out = self._finished_saves, self._finished_loads
-        self._finished_saves, self._finished_loads = set(), set()
-        return out
+        loads, self._finished_loads = self._finished_loads, set()
+        return self.saver.take_finished(), loads
 
     def take_invalid_blocks(self) -> set[int]:
         """Returns the blocks of failed loads since the last call."""
@@ -279,8 +280,7 @@ class WorkerHalf:
     def take_report(self) -> StepReport | None:
         """Returns what happened since the last call, or None when there is nothing to tell."""
         report, self._report = self._report, StepReport()
-        news = report.loads or report.saved or report.stored or report.unsaved or report.lost or report.failed
-        return report if news else None
+        return report if report.news else None
 
     def _note(self, key: tuple[str, str], note: dict[str, object]) -> None:
         self.notes[key] = self.notes.get(key, {}) | note
@@ -294,7 +294,29 @@ class WorkerHalf:
             "attached": self.runtime is not None,
             "objects": len(self.store),
             "payload_bytes": self.store.size_bytes,
-            "pending_saves": len(self._saves),
+            "pending_saves": self.saver.pending,
             "background_loads": len(self._background),
+            "tag_bytes": self.store.tag_bytes(),
+            "counts": dict(self._counts),
+            "tier": None if self.tier is None else self._stats_of(self.tier),
             "index": dict(self._index),
         }
+
+    def _stats_of(self, tier: WorkerTier) -> dict[str, Any]:
+        """Returns what the two halves know of the tier below: this rank's handle, and the scheduler half's."""
+        mine = {"pending": tier.pending, "tiers": [dict(stats) for stats in tier.store.stats()]}
+        return {"worker": mine, "scheduler": dict(self._tier_stats)}
+
+    def close(self) -> None:
+        """Ends the threads of the tier below."""
+        if self.tier is not None:
+            self.tier.close()
+            self.tier = None
+
+
+def _is_sound(kernels: Kernels, payload: Payload) -> bool:
+    """Whether the bytes of a payload from below are as many as its rows take here."""
+    own = [run for run in payload.runs if run.tag in [*Tag]]
+    if any(run.tag not in COMPARISON for run in payload.runs if run not in own):
+        return False
+    return all(run.data.numel() == kernels.format(run.tag).run_bytes(run.tokens) for run in own)

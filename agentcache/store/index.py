@@ -7,8 +7,10 @@ follow orders: gather the `NewObject`s of a save, read the `LoadExtent`s of a lo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from secrets import token_hex
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,10 +25,11 @@ from agentcache.store.extents import (
     overlap,
     relocate,
 )
-from agentcache.store.version import BlockObject, IndexStats, Refusal, SavePlan, Version
+from agentcache.store.scores import Codes
+from agentcache.store.version import Adopted, BlockObject, IndexStats, Refusal, SavePlan, Version
 from agentcache.types import AlignedRun, complement, run_tokens
 
-__all__ = ["CheckpointIndex", "Refusal", "SavePlan", "Version"]
+__all__ = ["Adopted", "CheckpointIndex", "Refusal", "SavePlan", "Version"]
 
 
 class CheckpointIndex:
@@ -55,6 +58,7 @@ class CheckpointIndex:
         self._groups: OrderedDict[tuple[str, str], dict[Version, None]] = OrderedDict()  # least recently used first
         self._doomed: set[Version] = set()  # dropped, but still pinned
         self._objects: dict[int, BlockObject] = {}
+        self._keys: dict[str, int] = {}
         self._ids = count(1)
         self._dropped: list[int] = []
         self._payload_bytes = self._token_bytes = self._pinned_bytes = 0
@@ -127,7 +131,7 @@ class CheckpointIndex:
         new = tuple(NewObject(next(self._ids), start, stop) for start, stop in gathered)
         for object_id, start, stop in new:
             size = (stop - start) * self.bytes_per_token
-            self._objects[object_id] = BlockObject(object_id, stop - start, start, size, exact=stop <= exact_end)
+            self._add(BlockObject(object_id, token_hex(16), stop - start, start, size, exact=stop <= exact_end))
         extents = merge_extents([*inherited, *(Extent(o, 0, stop - start, start) for o, start, stop in new)])
         version = Version(
             version_id=version_id,
@@ -139,37 +143,83 @@ class CheckpointIndex:
             salts=tuple(salts),
             extents=extents,
         )
-        self._versions[version.key] = version
-        self._groups.setdefault((namespace, group), {})[version] = None
-        for block in self._objects_of(version):
-            block.users.add(version)
+        self._register(version)
         self._payload_bytes += run_tokens(gathered) * self.bytes_per_token
-        self._token_bytes += ids.nbytes
-        self.pin(version)
         if source is not None:
             self.unpin(source)
         return SavePlan(version, new, evicted)
 
-    def commit(self, version: Version) -> bool:
+    def adopt(
+        self,
+        stored: Version,
+        extents: Iterable[tuple[str, int, int, int, int]],
+        objects: Iterable[BlockObject],
+    ) -> Adopted | Refusal:
+        """Registers a version that a tier below keeps, sharing the objects that are here; returns which ones are not.
+
+        Args:
+            stored: The version without its extents; one that was not registered here is left as it is.
+            extents: Its extents, with keys instead of object ids.
+            objects: What they point at, with any object id.
+        """
+        if stored.key in self._versions:
+            return self._refuse(f"version {stored.version_id!r} is here already")
+        found = {block.key: block for block in objects}
+        here = {key: self._objects[self._keys[key]] for key in found if key in self._keys}
+        if any(block.tokens > OBJECT_TOKENS for block in found.values()):
+            return self._refuse(f"version {stored.version_id!r} has objects of more than {OBJECT_TOKENS} rows")
+        if any((b.tokens, b.source_position) != (found[k].tokens, found[k].source_position) for k, b in here.items()):
+            return self._refuse(f"version {stored.version_id!r} has another object of the same key")
+        needed = sum(block.size_bytes for key, block in found.items() if key not in here)
+        pinned = sum(block.size_bytes for block in here.values() if not block.pinned)
+        if self._pinned_bytes + pinned + needed + stored.token_ids.nbytes > self.budget_bytes:
+            return self._refuse(
+                f"{needed} bytes of version {stored.version_id!r} do not fit into memory: open loads and saves use "
+                f"{self._pinned_bytes} of {self.budget_bytes}"
+            )
+        ids = {key: block.object_id for key, block in here.items()}
+        new = []
+        for key, block in found.items():
+            if key not in here:
+                block.object_id = ids[key] = next(self._ids)
+                new.append((block.object_id, key))
+        stored.extents = merge_extents(Extent(ids[key], *rest) for key, *rest in extents)
+        for block in here.values():  # not to be evicted to make room for the rest
+            block.users.add(stored)
+        self._make_room(needed + stored.token_ids.nbytes)
+        for _, key in new:
+            self._add(found[key])
+        self._payload_bytes += needed
+        self._register(stored)
+        return Adopted(stored, tuple(new))
+
+    def commit(self, version: Version, attention: Codes | None = None) -> bool:
         """Makes a saved version loadable; returns False, and frees it, when it was dropped meanwhile."""
         assert version.state != "committed", f"{version.key} is committed already"
         stored = version.state == "saving"
         if stored:
             version.state = "committed"
+            version.attention = attention if attention is not None else version.attention
         self.unpin(version)
         return stored
 
-    def settle(self, object_id: int, size_bytes: int, *, lossless: bool) -> None:
+    def settle(self, object_id: int, size_bytes: int, tag: str, *, lossless: bool) -> None:
         """Notes what the worker really stored of a new object: at most the bytes that were reserved for it."""
         block = self._objects.get(object_id)
         if block is None:
             return  # its version was dropped meanwhile
         saved = block.size_bytes - size_bytes
         assert saved >= 0, f"object {object_id} takes {size_bytes} bytes, {block.size_bytes} were reserved"
-        block.size_bytes, block.lossless = size_bytes, lossless
+        block.size_bytes, block.tag, block.lossless = size_bytes, tag, lossless
         self._payload_bytes -= saved
         if block.pinned:
             self._pinned_bytes -= saved
+
+    def note_parts(self, parts: Mapping[str, tuple[Any, ...]]) -> None:
+        """Notes, by key, what a tier below keeps of objects; those that are gone from here are ignored."""
+        for key, kept in parts.items():
+            if key in self._keys:
+                self._objects[self._keys[key]].parts = kept
 
     def trusted(self, object_id: int) -> bool:
         """Whether an object holds, bit by bit, rows of a full prefill of the version that computed them."""
@@ -215,7 +265,7 @@ class CheckpointIndex:
         version.pins += 1
         if version.pins == 1:
             self._pinned_bytes += version.token_ids.nbytes
-            for block in self._objects_of(version):
+            for block in self.objects_of(version):
                 block.pinned += 1
                 if block.pinned == 1:
                     self._pinned_bytes += block.size_bytes
@@ -226,7 +276,7 @@ class CheckpointIndex:
         version.pins -= 1
         if version.pins == 0:
             self._pinned_bytes -= version.token_ids.nbytes
-            for block in self._objects_of(version):
+            for block in self.objects_of(version):
                 block.pinned -= 1
                 if block.pinned == 0:
                     self._pinned_bytes -= block.size_bytes
@@ -321,6 +371,7 @@ class CheckpointIndex:
             assert version.extents == merge_extents(version.extents), version.key
             assert version.pins >= (version.state == "saving"), version.key
         assert users == {block.object_id: block.users for block in self._objects.values()}, "wrong users"
+        assert self._keys == {block.key: object_id for object_id, block in self._objects.items()}, "wrong keys"
         for object_id, block in self._objects.items():
             assert block.object_id == object_id
             assert 0 < block.tokens <= OBJECT_TOKENS, object_id
@@ -358,8 +409,22 @@ class CheckpointIndex:
         edit = int(differs.argmax()) if differs.any() else both
         return merge_extents(relocate(source.extents, runs, edit))
 
-    def _objects_of(self, version: Version) -> list[BlockObject]:
+    def objects_of(self, version: Version) -> list[BlockObject]:
+        """Returns the objects that a version points at, each once."""
         return [self._objects[object_id] for object_id in {extent.object_id for extent in version.extents}]
+
+    def _register(self, version: Version) -> None:
+        """Makes a version findable and pins it; its objects are here."""
+        self._versions[version.key] = version
+        self._groups.setdefault((version.namespace, version.group), {})[version] = None
+        for block in self.objects_of(version):
+            block.users.add(version)
+        self._token_bytes += version.token_ids.nbytes
+        self.pin(version)
+
+    def _add(self, block: BlockObject) -> None:
+        self._objects[block.object_id] = block
+        self._keys[block.key] = block.object_id
 
     def _make_room(self, needed: int) -> tuple[int, ...]:
         """Evicts until `needed` bytes fit, which the caller has made sure is possible; returns the freed objects."""
@@ -374,13 +439,14 @@ class CheckpointIndex:
     def _free(self, version: Version) -> None:
         """Takes back a dropped version's references."""
         self._token_bytes -= version.token_ids.nbytes
-        for block in self._objects_of(version):
+        for block in self.objects_of(version):
             block.users.remove(version)
             if not block.users:
                 self._forget(block)
 
     def _forget(self, block: BlockObject) -> None:
         del self._objects[block.object_id]
+        del self._keys[block.key]
         self._dropped.append(block.object_id)
         self._payload_bytes -= block.size_bytes
 

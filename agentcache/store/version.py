@@ -8,9 +8,10 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from agentcache.store.extents import Extent, NewObject
+from agentcache.store.scores import Codes
 from agentcache.types import Run, complement
 
-__all__ = ["BlockObject", "IndexStats", "Refusal", "SavePlan", "Version", "VersionState"]
+__all__ = ["Adopted", "BlockObject", "IndexStats", "Refusal", "SavePlan", "Version", "VersionState"]
 
 VersionState = Literal["saving", "committed", "dropped"]
 
@@ -30,6 +31,8 @@ class Version:
         extents: Stored rows, ascending and disjoint.
         state: `saving` until its payloads are stored; `dropped` when nobody can find it any more.
         pins: Open loads, and one while it is saved. A pinned version is not evicted; its objects outlive even a drop.
+        attention: How much each row was attended to when it was saved, `[T]` codes of `store.scores`; None when that was not
+            measured.
     """
 
     version_id: str
@@ -42,6 +45,7 @@ class Version:
     extents: tuple[Extent, ...]
     state: VersionState = "saving"
     pins: int = 0
+    attention: Codes | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -58,22 +62,28 @@ class BlockObject:
     """An immutable payload of rows that were computed together; any number of versions point into it.
 
     Attributes:
-        object_id: Never used twice.
+        object_id: Never used twice in this process.
+        key: Its name in every tier, never used twice by any process.
         tokens: Rows.
         source_position: Row j was computed at position `source_position + j`; keys rotate once, from there.
         size_bytes: Payload over all ranks: an estimate until its save is committed.
         exact: Whether the rows were those of a full prefill of the version that computed them.
         lossless: Whether the payload holds them bit by bit.
+        tag: Precision of the payload; `mixed` when its rows differ.
+        parts: What the tier below keeps of it, one entry a rank; empty when it has nothing. The tier's own values.
         users: Versions that point at it.
         pinned: How many of them are pinned.
     """
 
     object_id: int
+    key: str
     tokens: int
     source_position: int
     size_bytes: int
     exact: bool
     lossless: bool = True
+    tag: str = "exact"
+    parts: tuple[Any, ...] = ()
     users: set[Version] = field(default_factory=set)
     pinned: int = 0
 
@@ -96,6 +106,19 @@ class SavePlan:
     version: Version
     new: tuple[NewObject, ...]
     evicted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A version of a tier below that the index took in.
+
+    Attributes:
+        version: In state `saving`, pinned until `commit` or `abort_save`.
+        new: `(object id, key)` of payloads that the workers must fetch; the others are here.
+    """
+
+    version: Version
+    new: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

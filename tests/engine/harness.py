@@ -222,7 +222,7 @@ class Engine:
         assert not self.half._saving
         self.half.index.check_integrity()
         assert not self.worker._background
-        assert not self.worker._saves
+        assert not self.worker.saver.pending
         assert all(
             block.ref_cnt == 0 for block in self.scheduler.kv_cache_manager.block_pool.blocks if not block.is_null
         )

@@ -167,6 +167,8 @@ class Manifest(BaseModel):
         ranks: How many ranks store a part of every object.
         extents: Stored rows, ascending and disjoint.
         objects: What the extents point at, each once.
+        attention: How much each row was attended to when it was saved, `[T]` codes of `store.scores` in base64; empty when
+            that was not measured.
         created: Wall clock when it was prepared. Nothing depends on it.
         sequence: Order of creation, given by the store; 0 before.
     """
@@ -185,6 +187,7 @@ class Manifest(BaseModel):
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     extents: tuple[StoredExtent, ...]
     objects: tuple[ObjectEntry, ...]
+    attention: Annotated[str, Field(max_length=MAX_TOKENS * 4 // 3 + 4)] = ""
     created: float = 0.0
     sequence: Annotated[int, Field(ge=0, le=1 << 62)] = 0
 
@@ -203,6 +206,7 @@ class Manifest(BaseModel):
         exact_end: int = 0,
         salts: Iterable[tuple[int, bytes]] = (),
         ranks: int = 1,
+        attention: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
     ) -> Self:
         """Returns a manifest to prepare. Objects without parts are those that the ranks will store; the others are kept.
 
@@ -221,12 +225,16 @@ class Manifest(BaseModel):
             ranks=ranks,
             extents=tuple(extents),
             objects=tuple(objects),
+            attention="" if attention is None else base64.b64encode(attention.tobytes()).decode("ascii"),
             created=time.time(),
         )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         self.tokens.unpack()
+        scores = self.attention_codes
+        if scores is not None and len(scores) != self.tokens.length:
+            raise ValueError(f"there are {len(scores)} attention scores for {self.tokens.length} tokens")
         rows = {entry.key: entry.tokens for entry in self.objects}
         if len(rows) != len(self.objects):
             raise ValueError("an object is listed twice")
@@ -259,6 +267,11 @@ class Manifest(BaseModel):
         return self.tokens.unpack()
 
     @property
+    def attention_codes(self) -> bytes | None:
+        """One code a token, or None; decoded anew each time."""
+        return base64.b64decode(self.attention, validate=True) if self.attention else None
+
+    @property
     def new_objects(self) -> tuple[ObjectEntry, ...]:
         """The objects that the ranks have yet to store."""
         return tuple(entry for entry in self.objects if not entry.parts)
@@ -271,7 +284,13 @@ class Manifest(BaseModel):
     @property
     def cost_bytes(self) -> int:
         """What the manifest itself takes of a budget: an upper bound of its size that no tier and no state changes."""
-        return 1024 + 4 * self.tokens.length + 72 * len(self.extents) + (160 + 32 * self.ranks) * len(self.objects)
+        return (
+            1024
+            + len(self.attention)
+            + 4 * self.tokens.length
+            + 72 * len(self.extents)
+            + (160 + 32 * self.ranks) * len(self.objects)
+        )
 
     def info(self) -> VersionInfo:
         """Returns its line of a listing."""
