@@ -150,7 +150,7 @@ class Episode:
         self._episode.pause(key, reason=reason)
 
     def resume_hint(self, key: str | None = None) -> None:
-        """Tells subscribers that the episode goes on soon."""
+        """Tells subscribers that the episode goes on soon; what only the store below memory has is fetched ahead."""
         self._episode.resume_hint(key)
 
     def drop(self) -> None:
@@ -211,6 +211,14 @@ class AgentCache:
         """Returns the episode of this id; it begins with its first request."""
         return Episode(self._cache.episode(episode_id), self._thread)
 
+    def reopen(self, episode_id: str) -> Episode:
+        """Returns an episode of an earlier process, at its newest version in the store; see `AsyncAgentCache.reopen`."""
+        return Episode(self._thread.call(self._cache.reopen(episode_id)), self._thread)
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Returns whether all saves of replies that have ended are stored, in memory and in the store below it."""
+        return self._thread.call(self._cache.flush(timeout_s))
+
     def generate(self, messages: Messages, **options: Unpack[GenerateOptions]) -> Reply:
         """Returns the reply to a request that belongs to no episode: vLLM alone serves it."""
         return self._thread.call(self._cache.generate(messages, **options))
@@ -247,7 +255,7 @@ class AgentCache:
         return self
 
     def close(self) -> None:
-        """Ends the engine and its processes. Idempotent; open requests fail with EngineDeadError."""
+        """Ends the engine and its processes, after open saves are stored. Idempotent; open requests fail with EngineDeadError."""
         if self._thread.alive:
             self._thread.call(self._cache.close())
             self._thread.stop()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentcache.errors import ConfigError
 
-__all__ = ["CacheConfig", "ConnectorConfig"]
+__all__ = ["PRECISIONS", "CacheConfig", "ConnectorConfig", "Precision"]
+
+Precision = Literal["exact", "k8v8", "k8v4", "mixed", "int8", "int4", "fp8_e4m3", "kivi4", "kivi2", "ott"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+"""How rows may be stored: the tags of a block, `mixed` (a tag for each by its risk), and whole-checkpoint formats to compare with."""
 
 
 class ConnectorConfig(BaseModel):
@@ -22,7 +26,8 @@ class ConnectorConfig(BaseModel):
         save_tokens_per_step: Most rows that are gathered in one engine step while other requests run.
         verify_checksums: Whether each block's checksum is compared when it is restored.
         precision: How KV rows are stored: `exact` (bit by bit), `k8v8` or `k8v4` (quantised: what is restored from them is
-            approximate, also in the prefix), or a format for comparison, see `docs/checkpoint-format.md`.
+            approximate, also in the prefix), `mixed` (each block by its risk), or a format for comparison, see
+            `docs/checkpoint-format.md`.
         store: Where checkpoints outlive memory: `disk:///folder` or `redis://host:6379/0`, with options after `?`, or
             `tiered:memory?bytes=4GiB+disk:///folder` to give `host_bytes` in the same place; `memory:` or None: nowhere.
         policy_modules: Modules that register recovery policies; the engine's processes import them at start-up.
@@ -34,7 +39,7 @@ class ConnectorConfig(BaseModel):
     recompute_tokens_per_step: int | None = Field(default=None, ge=1)
     save_tokens_per_step: int = Field(default=512, ge=1)
     verify_checksums: bool = True
-    precision: str = Field(default="exact", min_length=1, max_length=32)
+    precision: Precision = "exact"
     store: str | None = Field(default=None, max_length=4096)
     policy_modules: tuple[str, ...] = ()
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeAlias, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentcache.config import Precision
 from agentcache.errors import ConfigError
 
 __all__ = ["GenerateOptions", "Messages", "RequestOptions"]
@@ -39,6 +40,7 @@ class GenerateOptions(TypedDict, total=False):
     policy_options: Mapping[str, Any] | None
     parent: str | None
     save: bool
+    precision: str | None
     timeout: float | None
     tools: Sequence[Mapping[str, Any]] | None
     attributes: Mapping[str, Any] | None
@@ -60,6 +62,7 @@ class RequestOptions(BaseModel):
         policy_options: The policy's own settings; None takes the cache's when the policy is the cache's too.
         parent: Version to recover from; None takes the episode's head.
         save: Whether the version's KV is checkpointed when it ends.
+        precision: How the version's new rows are stored, see `ConnectorConfig.precision`; None: as the cache is set.
         timeout: Seconds until the request is aborted and `RequestTimeout` is raised.
         tools: Tool schemas for the chat template.
         attributes: Free values kept with the version, e.g. a framework's checkpoint id.
@@ -80,6 +83,7 @@ class RequestOptions(BaseModel):
     policy_options: dict[str, int | float | str | bool | None] | None = None
     parent: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     save: bool = True
+    precision: Precision | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     tools: list[dict[str, Any]] | None = None
     attributes: dict[str, Any] | None = None
@@ -119,7 +123,7 @@ class RequestOptions(BaseModel):
     def refuse_recovery(self) -> None:
         """Raises ConfigError when an option needs an episode; for requests outside of one."""
         defaults = RequestOptions()
-        for name in ("policy", "policy_options", "parent", "save", "attributes"):
+        for name in ("policy", "policy_options", "parent", "save", "precision", "attributes"):
             value = getattr(self, name)
             if value != getattr(defaults, name):
                 raise ConfigError(f"{name}={value!r} needs an episode: call cache.episode(id).generate(...)")

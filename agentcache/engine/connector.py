@@ -32,7 +32,6 @@ from agentcache.engine.support import check_config, check_kv_cache_config
 from agentcache.engine.worker_half import WorkerHalf
 from agentcache.engine.worker_tier import WorkerTier
 from agentcache.errors import ConfigError, UnsupportedModelError
-from agentcache.kernels import COMPARISON, Tag
 from agentcache.store.index import CheckpointIndex
 from agentcache.store.payloads import Payload
 from agentcache.store.tiers import open_store
@@ -64,9 +63,6 @@ class AgentCacheConnector(KVConnectorBase_V1):
             config = ConnectorConfig.model_validate(extra)
         except ValidationError as error:
             raise ConfigError(f"kv_connector_extra_config is not allowed: {error}") from error
-        known = [*Tag, *COMPARISON]
-        if config.precision not in known:
-            raise ConfigError(f"precision={config.precision!r} is not allowed; choose one of {', '.join(known)}")
         for module in config.policy_modules:
             importlib.import_module(module)
         self.worker: WorkerHalf | None = None

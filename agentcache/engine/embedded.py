@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -19,16 +20,20 @@ from agentcache.engine.launch import Engine, EngineStart
 from agentcache.engine.session import Session
 from agentcache.episodes import Rendered
 from agentcache.episodes.messages import Tool
-from agentcache.errors import AgentCacheError, UnsupportedModelError
+from agentcache.errors import AgentCacheError, UnknownVersionError, UnsupportedModelError
 from agentcache.events import EventKind, JsonlEventLog, Subscriber
 from agentcache.recovery import get_policy
 from agentcache.reply import Reply, StreamChunk
 from agentcache.request import GenerateOptions, Messages, RequestOptions
+from agentcache.store.tiers import open_store
 from agentcache.weights import resolve_model
 
 __all__ = ["AsyncAgentCache"]
 
+logger = logging.getLogger(__name__)
+
 _IDLE_S = 30.0
+_FLUSH_S = 30.0
 
 
 class AsyncAgentCache:
@@ -71,6 +76,11 @@ class AsyncAgentCache:
                     if self.config.events is not None:
                         log = stack.enter_context(JsonlEventLog(self.config.events))
                         stack.callback(self._session.bus.subscribe(log))
+                    url = self.config.to_connector().durable_url
+                    if url is not None:
+                        # Also so that a store that cannot be opened is known before the engine starts.
+                        self._session.store = stack.enter_context(await asyncio.to_thread(open_store, url))
+                        stack.callback(self._forget_store)
                     self._model = str(await asyncio.to_thread(resolve_model, self.config.model))
                     await self._launch()
                     self._until_close = stack.pop_all()
@@ -86,11 +96,26 @@ class AsyncAgentCache:
         return self
 
     async def close(self) -> None:
-        """Ends the engine and its processes. Idempotent; open requests fail with EngineDeadError."""
+        """Ends the engine and its processes, after open saves are in the store below memory. Idempotent.
+
+        Open requests fail with EngineDeadError.
+        """
         async with self._lifecycle:
             self._model = None
+            if self._session.store is not None and self._session.engine is not None and not self._session.engine.dead:
+                await self._flush_before_close()
             await self._stop()
             self._until_close.close()
+
+    def _forget_store(self) -> None:
+        self._session.store = None
+
+    async def _flush_before_close(self) -> None:
+        try:
+            if not await self.flush():
+                logger.warning("saves were still open after %.0f s; what is not stored is lost", _FLUSH_S)
+        except AgentCacheError as error:
+            logger.warning("open saves are lost: %s", error)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -165,6 +190,45 @@ class AsyncAgentCache:
         """Returns messages as token ids with the place of each message, as a request without an episode would send them."""
         return await self._session.render(messages, tools)
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    async def flush(self, timeout_s: float = 30.0) -> bool:
+        """Returns whether all saves of replies that have ended are stored, in memory and in the store below it.
+
+        Args:
+            timeout_s: How long to wait for that.
+        """
+        engine = self._session.running()
+        deadline = time.monotonic() + timeout_s
+        # The workers hear in the next step what ended; a request of one token makes sure that there is one.
+        await self.generate([0], max_tokens=1)
+        while any(_open_saves(rank) for rank in await engine.call("agentcache_stats")):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def reopen(self, episode_id: str) -> AsyncEpisode:
+        """Returns an episode of an earlier process, which goes on at its newest version in the store below memory.
+
+        Raises:
+            AgentCacheError: The cache has no such store, or the episode is open already.
+            UnknownVersionError: The store has no version of it.
+            StoreError: The store cannot be read.
+        """
+        tracker = self._session.tracker
+        if episode_id in tracker.episodes():
+            raise AgentCacheError(f"episode {episode_id!r} is open in this process already; use episode()")
+        found = await asyncio.to_thread(self._session.newest, episode_id)
+        if found is None:
+            raise UnknownVersionError(
+                f"the store has no version of episode {episode_id!r} in namespace {self.config.namespace!r}; begin it anew "
+                "with episode()"
+            )
+        tracker.record(episode_id, found.token_ids, version=found.version)
+        tracker.finish(found.version, [], computed=found.tokens.length)
+        return AsyncEpisode(self._session, episode_id)
+
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     @property
@@ -213,6 +277,13 @@ class AsyncAgentCache:
     def pids(self) -> list[int]:
         """Ids of the engine's processes: EngineCore, then workers."""
         return [] if self._session.engine is None else self._session.engine.pids
+
+
+def _open_saves(rank: dict[str, Any]) -> bool:
+    """Whether a worker, or the scheduler half as far as it has told, has a save that is not stored yet."""
+    tier = rank["tier"] or {"worker": {"pending": 0}, "scheduler": {}}
+    known = (rank["pending_saves"], rank["index"].get("open_saves"), tier["worker"]["pending"])
+    return any(known) or bool(tier["scheduler"].get("open_saves"))
 
 
 @contextlib.contextmanager

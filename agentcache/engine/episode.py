@@ -109,7 +109,13 @@ class AsyncEpisode:
         self._session.bus.emit(KVPaused(episode=self.id, key=waits_for, version=self.head, reason=reason))
 
     def resume_hint(self, key: str | None = None) -> None:
-        """Tells subscribers that the episode goes on soon; `key` as in `pause` (None: everything that it waits for)."""
+        """Tells subscribers that the episode goes on soon; `key` as in `pause` (None: everything that it waits for).
+
+        What the head needs and only the store below memory has is fetched ahead.
+        """
+        head = self._recoverable_head()
+        if head is not None:
+            self._session.warm(head)
         self._session.bus.emit(KVResumed(episode=self.id, key=key, version=self.head))
 
     def drop(self) -> None:
@@ -142,6 +148,7 @@ class AsyncEpisode:
             aligned=[*revision.diff.aligned] if parent is not None and parent == revision.parent else None,
             boundaries=[*revision.boundaries],
             save=request.save,
+            precision=request.precision,
             salt=request.salt,
         )
         generated: list[int] = []

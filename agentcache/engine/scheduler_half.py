@@ -70,6 +70,7 @@ class SchedulerHalf:
         self._allocated: list[Any] = []
         self._promised = 0  # tokens that loads of the step being scheduled compute
         self._orders = StepOrders()
+        self._news = False  # saves have ended since the workers were told how many are open
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
 
@@ -282,8 +283,9 @@ class SchedulerHalf:
             self.tier.take_orders(orders)
             tier = self.tier.take_stats()
         orders.drop.extend(self.index.take_dropped())
-        if orders.loads or orders.saves or orders.drop or orders.clear or tier is not None:
+        if orders.loads or orders.saves or orders.drop or orders.clear or tier is not None or self._news:
             orders.index = {**self.index.stats(), "open_saves": len(self._saving)}
+            self._news = False
         if tier is not None:
             orders.tier = tier
         return orders
@@ -358,6 +360,7 @@ class SchedulerHalf:
         version = self._saving.pop(request_id, None)
         if version is None:
             return  # another rank has failed before this one was done
+        self._news = True
         if ok:
             codes = None if attention is None else np.frombuffer(attention, dtype=np.uint8)
             self._keep(version, committed=self.index.commit(version, codes))
@@ -438,7 +441,7 @@ class SchedulerHalf:
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping for us: saves are open or orders wait."""
-        ours = bool(self._saving or self._orders.cancel or self._orders.clear)
+        ours = bool(self._saving or self._news or self._orders.cancel or self._orders.clear)
         return ours or (self.tier is not None and self.tier.busy)
 
     def reset(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
@@ -15,12 +16,15 @@ from agentcache.episodes import EpisodeTracker, Rendered, Renderer
 from agentcache.episodes.diff import TokenIds, as_ids
 from agentcache.episodes.messages import Tool
 from agentcache.episodes.pieces import TokenArray
-from agentcache.errors import AgentCacheError
+from agentcache.errors import AgentCacheError, StoreError
 from agentcache.events import EventBus
 from agentcache.reply import RecoveryReport, StreamChunk
 from agentcache.request import Messages, RequestOptions
+from agentcache.store.tiers import KVStore, Manifest, Refused
 
 __all__ = ["Session"]
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -34,6 +38,7 @@ class Session:
         without_kv: Versions that no child can be recovered from: still generating, aborted, or not saved.
         engine: The running engine, or None.
         loop: The event loop that the engine belongs to.
+        store: The caller's handle of the store below memory, or None.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -44,6 +49,7 @@ class Session:
         self.without_kv: set[str] = set()
         self.engine: Engine | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.store: KVStore | None = None
         self._tokenizer: Any = None
         self._renderer: Renderer | None = None
 
@@ -66,6 +72,41 @@ class Session:
         """Makes an engine the running one."""
         self.engine, self.loop = engine, asyncio.get_running_loop()
         self._tokenizer = engine.llm.get_tokenizer()
+
+    def newest(self, episode: str) -> Manifest | None:
+        """Returns the newest version of an episode that the store below memory can still give, or None. Blocks.
+
+        Raises:
+            AgentCacheError: The cache has no such store.
+            StoreError: It cannot be read.
+        """
+        if self.store is None:
+            raise AgentCacheError(
+                "this cache has no durable store; give it one, e.g. store='disk:///var/lib/agentcache'"
+            )
+        listed = self.store.versions(self.config.namespace)
+        if isinstance(listed, Refused):
+            raise StoreError(f"the store cannot be listed: {listed.reason}")
+        for info in sorted(listed, key=lambda info: -info.sequence):
+            if info.group == episode:
+                found = self.store.find(info.namespace, info.version)
+                if isinstance(found, Manifest):
+                    return found
+        return None
+
+    def warm(self, version: str) -> None:
+        """Begins to fetch a version from below memory, if there is such a store; from any thread, and waits for nothing."""
+        engine, loop = self.engine, self.loop
+        if self.store is None or engine is None or loop is None or engine.dead:
+            return
+
+        async def call() -> None:
+            try:
+                await engine.call("agentcache_hint", self.config.namespace, version)
+            except AgentCacheError as error:  # a hint is only a hint
+                logger.warning("the hint for version %s did not reach the engine: %s", version, error)
+
+        asyncio.run_coroutine_threadsafe(call(), loop)
 
     @property
     def tokenizer(self) -> Any:

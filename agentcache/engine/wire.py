@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentcache.config import Precision
 from agentcache.types import Boundary, BoundaryKind
 
 __all__ = ["KEY", "Recovery", "ResumeParams", "parse_params"]
@@ -51,7 +52,7 @@ class ResumeParams(BaseModel):
     aligned: list[tuple[Count, Count, Count]] | None = Field(default=None, max_length=65_536)
     boundaries: list[tuple[BoundaryKind, Count, Count]] = Field(default_factory=list, max_length=65_536)
     save: bool = True
-    precision: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    precision: Precision | None = None
     salt: Annotated[str, Field(max_length=256)] = ""
 
     @property

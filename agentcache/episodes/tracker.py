@@ -128,6 +128,7 @@ class EpisodeTracker:
         *,
         parent: str | None = None,
         attributes: Mapping[str, Any] | None = None,
+        version: str | None = None,
     ) -> Revision:
         """Adds a prompt to an episode, makes it the head, and returns how it differs from its parent.
 
@@ -136,18 +137,22 @@ class EpisodeTracker:
             prompt: A rendering, or bare token ids.
             parent: The version to compare with; None: the episode's head.
             attributes: Kept with the version.
+            version: Its id, which it had in an earlier process; None makes one.
 
         Raises:
             UnknownVersionError: There is no such parent. The tracker is unchanged.
+            ConfigError: A version of this id is there already.
         """
+        if version is not None and version in self._versions:
+            raise ConfigError(f"version {version!r} is there already; a version is created once")
         if not isinstance(prompt, Rendered):
             prompt = Rendered(_token_ids(prompt), (), (), "")
         old = self.version(parent) if parent is not None else self.head(episode)
         began = time.perf_counter()
         diff, kind = _compare(old, prompt)
         diff_ms = 1e3 * (time.perf_counter() - began)
-        version = Version(
-            version_id=self._new_id(),
+        made = Version(
+            version_id=version or self._new_id(),
             episode=episode,
             parent=old.version_id if old else None,
             kind=kind,
@@ -157,12 +162,10 @@ class EpisodeTracker:
             attributes=MappingProxyType(dict(attributes or {})),
             created_s=self._clock(),
         )
-        self._add(version)
-        revision = Revision(
-            episode, version.version_id, version.parent, kind, diff, version.spans, version.boundaries, diff_ms
-        )
+        self._add(made)
+        revision = Revision(episode, made.version_id, made.parent, kind, diff, made.spans, made.boundaries, diff_ms)
         if self._bus is not None:
-            self._bus.emit(_event(revision, version.created_s))
+            self._bus.emit(_event(revision, made.created_s))
         return revision
 
     def finish(self, version: str, generated: TokenIds, *, computed: int | None = None) -> Version:

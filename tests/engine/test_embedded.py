@@ -421,3 +421,18 @@ async def test_closing_twice_leaves_no_process_and_open_requests_fail(cache: Asy
     assert not any(psutil.pid_exists(pid) for pid in pids) and cache.pids == []
     with pytest.raises(AgentCacheError, match="not started or is closed"):
         await cache.generate(LONG)
+
+
+async def test_an_episode_is_reopened_from_a_durable_store_only(cache: AsyncAgentCache) -> None:
+    with pytest.raises(AgentCacheError, match="no durable store"):
+        await cache.reopen("thread-1")
+
+
+async def test_flush_waits_for_saves_in_memory(cache: AsyncAgentCache) -> None:
+    reply = await cache.episode("flushed").generate(LONG, max_tokens=2)
+    assert reply.recovery is not None and reply.recovery.saved == "pending"
+    before = sum(rank["objects"] for rank in (await cache.stats())["ranks"])
+    assert await cache.flush()
+    stats = (await cache.stats())["ranks"]
+    assert all(rank["pending_saves"] == 0 and rank["index"]["open_saves"] == 0 for rank in stats)
+    assert sum(rank["objects"] for rank in stats) >= max(before, 2)
