@@ -25,6 +25,7 @@ from agentcache.store.extents import (
     overlap,
     relocate,
 )
+from agentcache.store.integrity import check_index
 from agentcache.store.scores import Codes
 from agentcache.store.version import Adopted, BlockObject, IndexStats, Refusal, SavePlan, Version
 from agentcache.types import AlignedRun, complement, run_tokens
@@ -357,41 +358,7 @@ class CheckpointIndex:
 
     def check_integrity(self) -> None:
         """Recomputes references, byte counts and tilings from the extents and compares; raises AssertionError."""
-        versions = [*self._versions.values(), *self._doomed]
-        users: dict[int, set[Version]] = {}
-        for version in versions:
-            at = 0
-            for extent in version.extents:
-                rows = self._objects[extent.object_id].tokens
-                assert at <= extent.position < extent.stop <= len(version.token_ids), (version.key, extent)
-                assert 0 <= extent.offset < extent.offset + extent.length <= rows, (version.key, extent)
-                at = extent.stop
-                users.setdefault(extent.object_id, set()).add(version)
-            assert 0 <= version.exact_end <= len(version.token_ids), version.key
-            assert version.extents == merge_extents(version.extents), version.key
-            assert version.pins >= (version.state == "saving"), version.key
-        assert users == {block.object_id: block.users for block in self._objects.values()}, "wrong users"
-        assert self._keys == {block.key: object_id for object_id, block in self._objects.items()}, "wrong keys"
-        for object_id, block in self._objects.items():
-            assert block.object_id == object_id
-            assert 0 < block.tokens <= OBJECT_TOKENS, object_id
-            assert block.pinned == sum(version.pins > 0 for version in block.users), object_id
-        assert not set(self._dropped) & set(self._objects), "a dropped object is in use"
-
-        def row_bytes(blocks: Iterable[BlockObject]) -> int:
-            return sum(block.size_bytes for block in blocks)
-
-        pinned = sum(version.token_ids.nbytes for version in versions if version.pins)
-        assert self._token_bytes == sum(version.token_ids.nbytes for version in versions)
-        assert self._payload_bytes == row_bytes(self._objects.values())
-        assert self._pinned_bytes == pinned + row_bytes(block for block in self._objects.values() if block.pinned)
-        assert self._payload_bytes + self._token_bytes <= self.budget_bytes, "over budget"
-        grouped = [version for group in self._groups.values() for version in group]
-        assert all(self._groups.values()), "an empty group"
-        assert len(grouped) == len(self._versions), "wrong groups"
-        assert all(self._versions[version.key] is version for version in grouped), "wrong groups"
-        assert all(version.state != "dropped" for version in grouped), "a dropped version can be found"
-        assert all(version.state == "dropped" and version.pins for version in self._doomed), "a leaked version"
+        check_index(self)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

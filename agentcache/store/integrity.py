@@ -1,0 +1,53 @@
+"""What must hold in a checkpoint index at any time, recomputed from its extents. For tests and for doubts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from agentcache.store.extents import OBJECT_TOKENS, merge_extents
+from agentcache.store.version import BlockObject, Version
+
+if TYPE_CHECKING:
+    from agentcache.store.index import CheckpointIndex
+
+__all__ = ["check_index"]
+
+
+def check_index(index: CheckpointIndex) -> None:
+    """Recomputes references, byte counts and tilings from the extents and compares; raises AssertionError."""
+    versions = [*index._versions.values(), *index._doomed]
+    users: dict[int, set[Version]] = {}
+    for version in versions:
+        at = 0
+        for extent in version.extents:
+            rows = index._objects[extent.object_id].tokens
+            assert at <= extent.position < extent.stop <= len(version.token_ids), (version.key, extent)
+            assert 0 <= extent.offset < extent.offset + extent.length <= rows, (version.key, extent)
+            at = extent.stop
+            users.setdefault(extent.object_id, set()).add(version)
+        assert 0 <= version.exact_end <= len(version.token_ids), version.key
+        assert version.extents == merge_extents(version.extents), version.key
+        assert version.pins >= (version.state == "saving"), version.key
+    assert users == {block.object_id: block.users for block in index._objects.values()}, "wrong users"
+    assert index._keys == {block.key: object_id for object_id, block in index._objects.items()}, "wrong keys"
+    for object_id, block in index._objects.items():
+        assert block.object_id == object_id
+        assert 0 < block.tokens <= OBJECT_TOKENS, object_id
+        assert block.pinned == sum(version.pins > 0 for version in block.users), object_id
+    assert not set(index._dropped) & set(index._objects), "a dropped object is in use"
+
+    def row_bytes(blocks: Iterable[BlockObject]) -> int:
+        return sum(block.size_bytes for block in blocks)
+
+    pinned = sum(version.token_ids.nbytes for version in versions if version.pins)
+    assert index._token_bytes == sum(version.token_ids.nbytes for version in versions)
+    assert index._payload_bytes == row_bytes(index._objects.values())
+    assert index._pinned_bytes == pinned + row_bytes(block for block in index._objects.values() if block.pinned)
+    assert index._payload_bytes + index._token_bytes <= index.budget_bytes, "over budget"
+    grouped = [version for group in index._groups.values() for version in group]
+    assert all(index._groups.values()), "an empty group"
+    assert len(grouped) == len(index._versions), "wrong groups"
+    assert all(index._versions[version.key] is version for version in grouped), "wrong groups"
+    assert all(version.state != "dropped" for version in grouped), "a dropped version can be found"
+    assert all(version.state == "dropped" and version.pins for version in index._doomed), "a leaked version"
