@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,13 @@ import numpy as np
 from agentcache.config import ConnectorConfig
 from agentcache.engine.commits import lineage_salts, salt_request, version_salt
 from agentcache.engine.durable import DurableTier
+from agentcache.engine.loads import plan_load
 from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from agentcache.engine.planning import plan_request, refusal
-from agentcache.engine.state import Load, RequestState
+from agentcache.engine.state import RequestState
 from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
-from agentcache.store.extents import LoadExtent
 from agentcache.store.index import CheckpointIndex, Refusal, Version
-from agentcache.types import Run, clip_runs, complement, run_tokens
+from agentcache.types import clip_runs, run_tokens
 
 __all__ = ["SchedulerHalf"]
 
@@ -139,11 +139,7 @@ class SchedulerHalf:
             own=version_salt(params.namespace, params.version, plan.digest, params.salt),
         )
         salt_request(request, state.salts)
-        recovery = state.recovery
-        recovery.policy, recovery.exact = plan.policy, plan.exact
-        recovery.prefix_tokens, recovery.fresh_tokens = plan.prefix_tokens, plan.fresh_tokens
-        recovery.repair_tokens, recovery.reused_tokens = plan.repair_tokens, plan.reused_tokens
-        recovery.new_tokens = request.num_prompt_tokens - plan.load_end
+        state.note_plan(plan)
 
     def _end_seeks(self) -> None:
         """Plans the requests whose parents are known now; their blocks are not hashed for a step before that."""
@@ -176,7 +172,7 @@ class SchedulerHalf:
         assert state.parent is not None
         if state.parent.state == "dropped":
             state.recovery.reason = f"parent {state.parent.version_id!r} was dropped before it could be restored"
-            self._give_up(state, local)
+            state.give_up(local)
             return 0, False
         if state.parent.state == "saving":
             return None, False
@@ -186,7 +182,7 @@ class SchedulerHalf:
         external = state.plan.load_end - local
         if external <= 0:
             return 0, False
-        state.load = Load(local, *self._rows(state, local))
+        state.load = plan_load(self.index, state, local)
         state.load.background = self._in_background(request, state)
         return external, state.load.background
 
@@ -200,39 +196,6 @@ class SchedulerHalf:
         ours = run_tokens(state.load.recompute)
         rest = request.num_tokens - state.plan.load_end
         return ours > 0 and self._promised + ours + rest > self.step_tokens
-
-    def _give_up(self, state: RequestState, local: int) -> None:
-        """Forgets a plan: vLLM computes the rows. They are exact unless vLLM's own hit reaches the lineage's blocks."""
-        plan, state.plan = state.plan, None
-        assert plan is not None
-        if state.first_approximate is not None and local <= state.first_approximate:
-            state.first_approximate = None
-        recovery = state.recovery
-        recovery.policy, recovery.exact = "prefix_cache", state.first_approximate is None
-        recovery.fresh_tokens = recovery.repair_tokens = recovery.reused_tokens = 0
-        recovery.prefix_tokens = local
-        recovery.new_tokens = recovery.prompt_tokens - local
-
-    def _rows(self, state: RequestState, start: int) -> tuple[list[LoadExtent], tuple[Run, ...]]:
-        """Returns what to copy and what to compute of rows `[start, load_end)`; rows whose objects are gone are computed."""
-        plan = state.plan
-        assert plan is not None and state.parent is not None
-        extents = list(self._kept(self.index.load_plan(state.parent, plan.restore, start), state.exact_end))
-        copied = [Run(e.position, e.position + e.length) for e in extents]
-        return extents, complement(copied, plan.load_end, start)
-
-    def _kept(self, extents: list[LoadExtent], exact_end: int) -> Iterator[LoadExtent]:
-        """Yields extents without rows that were promised to be exact, from vLLM's cache, and are stored otherwise.
-
-        They are needed only when vLLM evicted them since, and are then computed.
-        """
-        for extent in extents:
-            skip = (
-                0 if self.index.trusted(extent.object_id) else min(max(exact_end - extent.position, 0), extent.length)
-            )
-            if skip < extent.length:
-                object_id, offset, length, position, shift = extent
-                yield LoadExtent(object_id, offset + skip, length - skip, position + skip, shift)
 
     def after_alloc(self, request: Any, block_ids: list[int], external: int) -> None:
         """Orders the load of a request whose blocks were just allocated."""
@@ -299,7 +262,7 @@ class SchedulerHalf:
             (i for i, block in enumerate(state.blocks[: load.start // self.block_size]) if block in written), None
         )
         if first is not None:
-            load = Load(first * self.block_size, *self._rows(state, first * self.block_size), load.background)
+            load = plan_load(self.index, state, first * self.block_size, background=load.background)
         planned = run_tokens(clip_runs(plan.recompute, load.start, plan.load_end))
         state.recovery.lost_tokens = run_tokens(load.recompute) - planned
         self._orders.loads.append(
@@ -354,7 +317,7 @@ class SchedulerHalf:
         state.loading = False
         if state.plan is not None:
             state.recovery.reason = "the restore failed in the worker; vLLM computed the rows (see its log)"
-            self._give_up(state, state.matched)
+            state.give_up(state.matched)
 
     def _end_save(self, request_id: str, attention: bytes | None, *, ok: bool) -> None:
         version = self._saving.pop(request_id, None)

@@ -54,3 +54,26 @@ class RequestState:
     def key(self) -> tuple[str, str]:
         """`(namespace, version)`."""
         return (self.params.namespace, self.params.version) if self.params else ("", self.recovery.version)
+
+    def note_plan(self, plan: RecoveryPlan) -> None:
+        """Tells the report what the plan is."""
+        recovery = self.recovery
+        recovery.policy, recovery.exact = plan.policy, plan.exact
+        recovery.prefix_tokens, recovery.fresh_tokens = plan.prefix_tokens, plan.fresh_tokens
+        recovery.repair_tokens, recovery.reused_tokens = plan.repair_tokens, plan.reused_tokens
+        recovery.new_tokens = recovery.prompt_tokens - plan.load_end
+
+    def give_up(self, local: int) -> None:
+        """Forgets the plan: vLLM computes the rows beyond its own `local` hit.
+
+        They are exact unless that hit reaches the lineage's approximate blocks.
+        """
+        assert self.plan is not None
+        self.plan = None
+        if self.first_approximate is not None and local <= self.first_approximate:
+            self.first_approximate = None
+        recovery = self.recovery
+        recovery.policy, recovery.exact = "prefix_cache", self.first_approximate is None
+        recovery.fresh_tokens = recovery.repair_tokens = recovery.reused_tokens = 0
+        recovery.prefix_tokens = local
+        recovery.new_tokens = recovery.prompt_tokens - local

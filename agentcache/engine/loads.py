@@ -1,0 +1,40 @@
+"""From a request's plan to its load: what to copy and what to compute, given what the index has now. Pure: no vLLM, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from agentcache.engine.state import Load, RequestState
+from agentcache.store.extents import LoadExtent
+from agentcache.store.index import CheckpointIndex
+from agentcache.types import Run, complement
+
+__all__ = ["plan_load"]
+
+
+def plan_load(index: CheckpointIndex, state: RequestState, start: int, *, background: bool = False) -> Load:
+    """Returns the load of rows `[start, load_end)`; rows whose objects are gone are computed.
+
+    Args:
+        index: Holds the parent's objects.
+        state: A request with a plan.
+        start: vLLM's own hit.
+        background: Whether the load spreads over steps of its own.
+    """
+    plan = state.plan
+    assert plan is not None and state.parent is not None
+    extents = list(_kept(index, index.load_plan(state.parent, plan.restore, start), state.exact_end))
+    copied = [Run(e.position, e.position + e.length) for e in extents]
+    return Load(start, extents, complement(copied, plan.load_end, start), background)
+
+
+def _kept(index: CheckpointIndex, extents: Iterable[LoadExtent], exact_end: int) -> Iterator[LoadExtent]:
+    """Yields extents without rows that were promised to be exact, from vLLM's cache, and are stored otherwise.
+
+    They are needed only when vLLM evicted them since, and are then computed.
+    """
+    for extent in extents:
+        skip = 0 if index.trusted(extent.object_id) else min(max(exact_end - extent.position, 0), extent.length)
+        if skip < extent.length:
+            object_id, offset, length, position, shift = extent
+            yield LoadExtent(object_id, offset + skip, length - skip, position + skip, shift)
