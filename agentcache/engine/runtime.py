@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from agentcache.engine.attention_probe import AttentionProbe, Queries, query_runs, sampled_layers
 from agentcache.engine.pages import Pages, block_axis, probe_layout
 from agentcache.engine.rotary import KeyRotation, build_rotation
 from agentcache.engine.segments import Segment, SegmentForward
@@ -18,8 +20,11 @@ from agentcache.errors import SelfCheckError
 from agentcache.kernels import Kernels, PackedRun, PageLayout, Piece, Source, Tag
 from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
+from agentcache.types import Run
 
 __all__ = ["Runtime"]
+
+logger = logging.getLogger(__name__)
 
 _PROBE_TOKEN = 5  # any ordinary token
 
@@ -62,6 +67,9 @@ class Runtime:
         self.row_bytes = len(self.pages) * 2 * self.heads * self.head_dim * self.dtype.itemsize
         self._prove_rows()
         self._prove_layers()
+        self.sampled = sampled_layers(len(self.pages))
+        self._probe = AttentionProbe(self.segments, [layers[self.layer_names[i]] for i in self.sampled])
+        self.probe_error = self._probe_fault()
 
     def _layout(self, layers: dict[str, Any], num_blocks: int) -> PageLayout:
         """Returns the one page layout of all layers."""
@@ -144,6 +152,31 @@ class Runtime:
                 raise SelfCheckError(f"the keys of {name} do not turn with their position as its rotary module says")
         self._clear_null_block()
 
+    def _probe_fault(self) -> str | None:
+        """Returns why attention cannot be measured here, None when a probe gives its queries and leaves the pages alone.
+
+        A backend that took slot -1 for a place would write to the first or to the last page.
+        """
+        null = torch.zeros(1, dtype=torch.int64)
+        self.segments.forward([Segment([_PROBE_TOKEN] * 3, null, 0, 3)])  # rows that attention can read
+        ends = [torch.select(cache, self._block_axis, at) for cache in self.caches for at in (0, -1)]
+        before = [end.clone() for end in ends]
+        try:
+            queries = self._probe.capture([_PROBE_TOKEN] * 3, null, [Run(1, 3)])
+        except Exception as error:
+            logger.exception("agentcache cannot measure attention on this engine; `mixed` checkpoints stay exact")
+            return f"{type(error).__name__}: {error}"
+        found = len(queries.layers), queries.positions.tolist()
+        kept = all(torch.equal(*(x.view(torch.uint8) for x in pair)) for pair in zip(before, ends, strict=True))
+        self._clear_null_block()
+        if found == (len(self.sampled), [1, 2]) and kept:
+            return None
+        reason = f"a probe {'read' if kept else 'wrote the pages and read'} queries of {found}"
+        logger.warning(
+            "agentcache cannot measure attention on this engine (%s); `mixed` checkpoints stay exact", reason
+        )
+        return reason
+
     def rows(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Returns the rows `[start, stop)` of all layers as the backend's own layout has them, `[L, 2, T, H, D]`."""
         return torch.stack([torch.stack(pages.read(block_ids.to(self.device), start, stop)) for pages in self.pages])
@@ -157,11 +190,59 @@ class Runtime:
             stop: Row after the last.
             tag: Precision, see `kernels.Tag`; rows that would take no less space packed than exact stay exact.
         """
-        length = stop - start
-        (run,) = self.kernels.quantize_gather(self.caches, block_ids, [Source(start, length, tag)])
-        if tag != Tag.EXACT and run.data.numel() >= length * self.row_bytes:
-            (run,) = self.kernels.quantize_gather(self.caches, block_ids, [Source(start, length, Tag.EXACT)])
-        return [PackedRun(run.tag, run.tokens, run.data.cpu())]
+        return self.gather_runs(block_ids, [Source(start, stop - start, tag)])
+
+    def gather_runs(self, block_ids: torch.Tensor, sources: Iterable[Source]) -> list[PackedRun]:
+        """Returns each source packed on the host, exact where its tag would save no space.
+
+        Args:
+            block_ids: int64 block table of the request.
+            sources: Rows and their precision.
+        """
+        sources = list(sources)
+        runs = self.kernels.quantize_gather(self.caches, block_ids, sources)
+        vain = [
+            i for i, run in enumerate(runs) if run.tag != Tag.EXACT and run.data.numel() >= run.tokens * self.row_bytes
+        ]
+        if vain:
+            exact = [sources[i]._replace(tag=Tag.EXACT) for i in vain]
+            for i, run in zip(vain, self.kernels.quantize_gather(self.caches, block_ids, exact), strict=True):
+                runs[i] = run
+        return [PackedRun(run.tag, run.tokens, run.data.cpu()) for run in runs]
+
+    def queries(self, token_ids: Sequence[int], block_ids: torch.Tensor, prompt_tokens: int) -> Queries:
+        """Returns the queries by which a request's attention is measured; runs the model, and writes no page.
+
+        Args:
+            token_ids: Ids of all rows.
+            block_ids: int64 block table of the request.
+            prompt_tokens: How many of them are the prompt.
+
+        Raises:
+            SelfCheckError: Attention cannot be measured on this engine.
+        """
+        if self.probe_error is not None:
+            raise SelfCheckError(f"attention cannot be measured on this engine: {self.probe_error}")
+        return self._probe.capture(token_ids, block_ids, query_runs(prompt_tokens, len(token_ids)))
+
+    def attention_mass(self, queries: Queries, index: int, block_ids: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Returns the queries' mean attention on each row in one sampled layer, float32 `[tokens]` on the host.
+
+        Args:
+            queries: From `queries`.
+            index: Of the sampled layer, in `sampled`.
+            block_ids: int64 block table of the request.
+            tokens: Rows.
+        """
+        layer = self.sampled[index]
+        scale = float(self.pages[layer].layer.impl.scale)
+        return self.kernels.attention_mass(
+            queries.layers[index], queries.positions, self.caches[layer], block_ids, tokens, scale
+        ).cpu()
+
+    def value_residual(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Returns e^V, what 4 bits would lose of the values of rows `[start, stop)`, float32 `[stop - start]` on the host."""
+        return self.kernels.value_residual(self.caches, block_ids, start, stop - start).cpu()
 
     def restore(self, store: PayloadStore, extents: Sequence[LoadExtent], block_ids: torch.Tensor) -> None:
         """Writes stored rows into a request's pages: dequantised, keys rotated from their source position.
@@ -191,6 +272,24 @@ class Runtime:
             return list(flags)
         missing = torch.tensor([float(not flag) for flag in flags], device=self.device)  # CPU sums floats only
         return [count == 0 for count in group.all_reduce(missing).tolist()]
+
+    def mean_over_ranks(self, values: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+        """Returns the mean of what the tensor-parallel ranks measured, or None when one of them has nothing.
+
+        Args:
+            values: float32 `[rows]` on the host, or None when this rank could not measure.
+            rows: How many there are on every rank.
+        """
+        group = get_tp_group()
+        if group.world_size == 1:
+            return values
+        mine = torch.zeros(rows + 1)
+        if values is None:
+            mine[rows] = 1.0
+        else:
+            mine[:rows] = values
+        total = group.all_reduce(mine.to(self.device)).cpu()
+        return None if total[rows] else total[:rows] / group.world_size
 
     def describe(self) -> dict[str, Any]:
         """Returns what was found, for `doctor` and for benchmark JSON."""

@@ -114,12 +114,14 @@ class SegmentForward:
         return tokens
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Segment], *, moved: int = 0) -> torch.Tensor:
+    def forward(self, batch: Sequence[Segment], *, moved: int = 0, write: bool = True) -> torch.Tensor:
         """Computes one batch; returns its hidden states `[T, hidden]` in the order of the given segments.
 
         Args:
             batch: Runs within the engine's limits.
             moved: Added to the positions that the model sees, and to nothing else.
+            write: Whether K/V are written. Without, every slot is -1, which backends skip, and the rows are read as the pages
+                hold them.
         """
         # Backends that split decodes from prefills expect one-token runs first. Order within a batch is free: all rows of
         # a layer are written before any is read.
@@ -129,7 +131,7 @@ class SegmentForward:
         stops = [run.stop for run in runs]
         token_ids = torch.tensor([t for run in runs for t in run.token_ids[run.start : run.stop]], dtype=torch.int32)
         positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-        slots = torch.cat([self._slots(run) for run in runs])
+        slots = torch.cat([self._slots(run) for run in runs]) if write else torch.full_like(positions, -1)
         blocks = max((stop + self.block_size - 1) // self.block_size for stop in stops)
         table = torch.zeros((len(runs), blocks), dtype=torch.int32)
         for row, run in enumerate(runs):

@@ -1,0 +1,115 @@
+"""How much each row of a finished request was attended to, read off the engine without changing its pages.
+
+The last rows of the prompt and of the reply run through vLLM's model once more as a segment forward whose slots are all -1:
+backends skip such rows when they write K/V, and the pages hold these rows already. Hooks on a few attention layers see the
+rotated queries; the forward ends at the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+
+from agentcache.engine.segments import Segment, SegmentForward
+from agentcache.errors import SelfCheckError
+from agentcache.types import Run, merge_runs
+
+__all__ = ["QUERY_TOKENS", "SAMPLED_LAYERS", "AttentionProbe", "Queries", "query_runs", "sampled_layers"]
+
+QUERY_TOKENS = 32
+"""Rows at the end of the prompt that are asked what they attend to (formulas 10), and as many at the end of the reply, whose
+rows no query of the prompt can see."""
+
+SAMPLED_LAYERS = 4
+
+
+def sampled_layers(layers: int) -> list[int]:
+    """Returns the layers whose attention is measured: `SAMPLED_LAYERS`, evenly spread over the depth."""
+    count = min(SAMPLED_LAYERS, layers)
+    return [int((i + 0.5) * layers / count) for i in range(count)]
+
+
+def query_runs(prompt_tokens: int, tokens: int) -> tuple[Run, ...]:
+    """Returns the rows that are asked: the last ones of the prompt and, when there is a reply, its last ones.
+
+    Args:
+        prompt_tokens: Rows of the prompt.
+        tokens: All rows.
+    """
+    prompt = min(prompt_tokens, tokens)
+    tails = [Run(max(start, stop - QUERY_TOKENS), stop) for start, stop in ((0, prompt), (prompt, tokens))]
+    return merge_runs(tail for tail in tails if tail.start < tail.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Rotated queries of the sampled layers.
+
+    Attributes:
+        layers: One `[Q, Hq, D]` a sampled layer.
+        positions: int64 `[Q]`.
+    """
+
+    layers: list[torch.Tensor]
+    positions: torch.Tensor
+
+
+class _EnoughError(Exception):
+    """Ends a forward whose remaining layers nobody asks for."""
+
+
+class AttentionProbe:
+    """Captures queries.
+
+    Args:
+        segments: The engine's segment forward.
+        layers: The attention modules to look at, in the order in which the model runs them.
+    """
+
+    def __init__(self, segments: SegmentForward, layers: Sequence[Attention]) -> None:
+        self.segments = segments
+        self.layers = list(layers)
+
+    def capture(self, token_ids: Sequence[int], block_ids: torch.Tensor, runs: Sequence[Run]) -> Queries:
+        """Returns the queries of rows whose K/V stand in the pages already; writes nothing there.
+
+        Args:
+            token_ids: The request's ids.
+            block_ids: int64 block table of the request.
+            runs: Ascending and disjoint.
+        """
+        caught: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        positions: list[int] = []
+
+        def hook(index: int) -> Any:
+            def catch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                query = args[0] if args else kwargs["query"]
+                caught[index].append(query.reshape(-1, module.num_heads, module.head_size).clone())
+                if index == len(self.layers) - 1:
+                    raise _EnoughError
+
+            return catch
+
+        handles = [
+            layer.register_forward_pre_hook(hook(i), with_kwargs=True, prepend=True)
+            for i, layer in enumerate(self.layers)
+        ]
+        try:
+            for batch in self.segments.batches(Segment(token_ids, block_ids, *run) for run in runs):
+                ordered = sorted(batch, key=len)  # as the forward runs them
+                positions += [at for run in ordered for at in range(run.start, run.stop)]
+                try:
+                    self.segments.forward(ordered, write=False)
+                except _EnoughError:
+                    continue
+                raise SelfCheckError(
+                    f"the model's forward ended without its layer {len(self.layers)} that was asked for"
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        return Queries([torch.cat(pieces) for pieces in caught], torch.tensor(positions, dtype=torch.int64))

@@ -1,0 +1,115 @@
+"""Mixed precision: which block of a checkpoint is stored how (PatchKV, risk and precision tags; formulas 10, 13, 14).
+
+```
+A_i  attention on row i, over the largest of all rows but the sinks          [0, 1]
+e_i  what 4 bits would lose of row i's values, relative                       [0, 1]
+r_i = A_i e_i        r_b = alpha max r_i + (1 - alpha) mean r_i               over the rows of block b
+
+r_b >= EXACT_RISK             exact
+r_b >= LOW_RISK               k8v8
+else, if the block passes     k8v4          (max e_i <= LOW_BIT_RESIDUAL), else k8v8
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from agentcache.kernels import BLOCK, COMPARISON, Source, Tag
+
+__all__ = [
+    "ALPHA",
+    "EXACT_RISK",
+    "LOW_BIT_RESIDUAL",
+    "LOW_RISK",
+    "MIXED",
+    "SINK_TOKENS",
+    "block_risk",
+    "block_tags",
+    "known_precisions",
+    "normalised_attention",
+    "tagged_sources",
+]
+
+MIXED = "mixed"
+"""The setting that measures each block and tags it."""
+
+SINK_TOKENS = 4
+"""First rows, which draw attention whatever they hold: they do not set the scale of the others."""
+
+ALPHA = 0.5
+EXACT_RISK = 0.04
+LOW_RISK = 0.005
+LOW_BIT_RESIDUAL = 0.15
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def known_precisions() -> frozenset[str]:
+    """Returns every name that `ConnectorConfig.precision` and `ResumeParams.precision` may have."""
+    return frozenset({*map(str, Tag), *COMPARISON, MIXED})
+
+
+def normalised_attention(mass: ArrayLike) -> Floats:
+    """Returns I (and A) of formulas 10: attention over the largest one of a row that is no sink, at most 1, float32 `[T]`.
+
+    Args:
+        mass: Mean attention on each row of a version, `[T]`.
+    """
+    rows: Floats = np.asarray(mass, dtype=np.float32)
+    # A version of sinks alone has no other scale than theirs.
+    top = (rows[SINK_TOKENS:] if len(rows) > SINK_TOKENS else rows).max(initial=0.0)
+    if top <= 0:
+        return np.zeros_like(rows)
+    scores: Floats = (rows / top).clip(max=1.0)
+    return scores
+
+
+def block_risk(attention: ArrayLike, residual: ArrayLike) -> Floats:
+    """Returns r_b of each block of `BLOCK` rows, float32 `[ceil(N / BLOCK)]` (PatchKV, risk; formulas 13).
+
+    Args:
+        attention: A of each row, `[N]`.
+        residual: e^V of each row, `[N]`.
+    """
+    risk: Floats = np.asarray(attention, dtype=np.float32) * np.asarray(residual, dtype=np.float32)
+    starts = np.arange(0, len(risk), BLOCK)
+    counts = np.minimum(BLOCK, len(risk) - starts)
+    mean = np.add.reduceat(risk, starts) / counts
+    blocks: Floats = (ALPHA * np.maximum.reduceat(risk, starts) + (1 - ALPHA) * mean).astype(np.float32)
+    return blocks
+
+
+def block_tags(attention: ArrayLike, residual: ArrayLike) -> list[Tag]:
+    """Returns the precision of each block of `BLOCK` rows (PatchKV, block policy; formulas 14). NaN counts as the highest risk.
+
+    Args:
+        attention: A of each row, `[N]`.
+        residual: e^V of each row, `[N]`.
+    """
+    residual = np.asarray(residual, dtype=np.float32)
+    risk = np.nan_to_num(block_risk(attention, residual), nan=np.inf)
+    worst = np.maximum.reduceat(residual, np.arange(0, len(residual), BLOCK))
+    four = (risk < LOW_RISK) & (worst <= LOW_BIT_RESIDUAL)
+    return [Tag.EXACT if r >= EXACT_RISK else Tag.K8V4 if low else Tag.K8V8 for r, low in zip(risk, four, strict=True)]
+
+
+def tagged_sources(start: int, stop: int, tags: list[Tag]) -> Iterator[Source]:
+    """Yields rows `[start, stop)` as runs of one precision each.
+
+    Args:
+        start: First row, where the first block begins.
+        stop: Row after the last.
+        tags: One a block of `BLOCK` rows.
+    """
+    at = start
+    for tag, run in groupby(tags):
+        end = min(at + BLOCK * sum(1 for _ in run), stop)
+        yield Source(at, end - at, tag)
+        at = end
+    assert at == stop
