@@ -290,10 +290,12 @@ def measure_restore(
         repeats: Rounds; 9 at least are made.
     """
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from agentcache.kernels.bench.material import real_kv
     from agentcache.kernels.bench.restore import restore_times
 
+    disable_progress_bar()  # ours is there
     material = real_kv(model, context, torch.bfloat16, text)
     made: dict[str, Any] = restore_times(material=material, mix=mix, repeats=max(repeats, 9))
     return made
