@@ -16,7 +16,7 @@ import logging
 import queue
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from agentcache.engine.orders import DemoteOrder, StageOrder, StepOrders, StepReport
 from agentcache.store.index import Adopted, CheckpointIndex, Refusal, Version
-from agentcache.store.tiers import KVStore, Manifest, Miss, ObjectEntry, Refused, StoredExtent
+from agentcache.store.tiers import KVStore, Manifest, Miss, ObjectEntry, Refused, StoredExtent, StoreStats
 from agentcache.store.tiers.background import Background
 from agentcache.store.version import BlockObject
 
@@ -73,6 +73,7 @@ class _Staging:
     keys: frozenset[str]
     after: set[int]
     ranks_left: int
+    lost: set[int] = field(default_factory=set)
 
 
 class DurableTier:
@@ -103,6 +104,13 @@ class DurableTier:
         self._next_staging = 0
         self._orders = StepOrders()
         self._news = False
+        # As the threads saw it last: asking a store may take as long as a hung server's timeout.
+        self._stats: tuple[StoreStats, ...] = ()
+
+    def _tell(self, result: Callable[[], None]) -> None:
+        """In a thread: hands a result to the scheduler's thread."""
+        self._stats = self.store.stats()
+        self._results.put(result)
 
     # -- down ----------------------------------------------------------------------------------------------------------
 
@@ -155,7 +163,7 @@ class DurableTier:
         except Exception as error:
             logger.exception("version %s could not be offered to the store", version.version_id)
             made, new = Refused(f"{type(error).__name__}: {error}", "unavailable"), []
-        self._results.put(partial(self._prepared, version, made, [(ids[key], key) for key in new]))
+        self._tell(partial(self._prepared, version, made, [(ids[key], key) for key in new]))
 
     def _prepared(self, version: Version, made: str | Refused, new: list[tuple[int, str]]) -> None:
         self._preparing -= 1
@@ -187,7 +195,7 @@ class DurableTier:
         except Exception as error:
             logger.exception("version %s could not be stored", demotion.version.version_id)
             made = Refused(f"{type(error).__name__}: {error}", "unavailable")
-        self._results.put(partial(self._completed, demotion.version, made))
+        self._tell(partial(self._completed, demotion.version, made))
 
     def _completed(self, version: Version, made: Manifest | Refused) -> None:
         self._completing -= 1
@@ -230,7 +238,7 @@ class DurableTier:
         except Exception as error:
             logger.exception("version %s could not be sought in the store", key[1])
             found = Refused(f"{type(error).__name__}: {error}", "unavailable")
-        self._results.put(partial(self._found, key, found))
+        self._tell(partial(self._found, key, found))
 
     def _found(self, key: tuple[str, str], found: Manifest | Miss | Refused) -> None:
         seek = self._seeks.pop(key)
@@ -289,8 +297,9 @@ class DurableTier:
                 ranks_left=self.ranks if made.new else 0,
             )
             if made.new:
-                rows = {block.object_id: block.tokens for block in blocks}
-                self._orders.stage.append(StageOrder(number, [(i, key, rows[i]) for i, key in made.new]))
+                found = {block.object_id: block for block in blocks}
+                objects = [(i, key, found[i].tokens, found[i].tag) for i, key in made.new]
+                self._orders.stage.append(StageOrder(number, objects))
             self._commit_staged()
         return made
 
@@ -299,6 +308,9 @@ class DurableTier:
         for number, staging in list(self._stagings.items()):
             if not staging.ranks_left and staging.after.isdisjoint(self._stagings):
                 del self._stagings[number]
+                if staging.lost:  # only now: no rank can still be fetching what is dropped
+                    logger.warning("%d stored KV objects are lost; their rows are recomputed", len(staging.lost))
+                    self.index.lose_objects(staging.lost)
                 self.index.commit(staging.version)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -329,10 +341,9 @@ class DurableTier:
                 del self._demotions[ticket]
                 self._end_save(demotion)
         for number, staged in report.staged.items():
-            self._stagings[number].ranks_left -= staged.ranks
-            if staged.lost:
-                logger.warning("%d stored KV objects are lost or corrupt; their rows are recomputed", len(staged.lost))
-                self.index.lose_objects(staged.lost)
+            staging = self._stagings[number]
+            staging.ranks_left -= staged.ranks
+            staging.lost |= staged.lost
         self._commit_staged()
 
     @property
@@ -350,7 +361,7 @@ class DurableTier:
         if not self._news:
             return None
         self._news = False
-        return {"open_saves": self.open_saves, "owed": len(self._owed), "tiers": [dict(s) for s in self.store.stats()]}
+        return {"open_saves": self.open_saves, "owed": len(self._owed), "tiers": [dict(stats) for stats in self._stats]}
 
     def close(self) -> None:
         """Ends the threads after what they have queued, and the store."""

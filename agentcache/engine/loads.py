@@ -34,7 +34,8 @@ def _kept(index: CheckpointIndex, extents: Iterable[LoadExtent], exact_end: int)
     They are needed only when vLLM evicted them since, and are then computed.
     """
     for extent in extents:
-        skip = 0 if index.trusted(extent.object_id) else min(max(exact_end - extent.position, 0), extent.length)
+        exact = index.trusted(extent.object_id) and not extent.shift
+        skip = 0 if exact else min(max(exact_end - extent.position, 0), extent.length)
         if skip < extent.length:
             object_id, offset, length, position, shift = extent
             yield LoadExtent(object_id, offset + skip, length - skip, position + skip, shift)

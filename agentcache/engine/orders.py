@@ -86,10 +86,10 @@ class DemoteOrder:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """Fetches objects from the tier below: `(object id, key, rows)`."""
+    """Fetches objects from the tier below: `(object id, key, rows, tag)`."""
 
     number: int
-    objects: list[tuple[int, str, int]]
+    objects: list[tuple[int, str, int, str]]
 
 
 @dataclass(slots=True)

@@ -304,7 +304,7 @@ class WorkerHalf:
 
     def _stats_of(self, tier: WorkerTier) -> dict[str, Any]:
         """Returns what the two halves know of the tier below: this rank's handle, and the scheduler half's."""
-        mine = {"pending": tier.pending, "tiers": [dict(stats) for stats in tier.store.stats()]}
+        mine = {"pending": tier.pending, "tiers": [dict(stats) for stats in tier.stats]}
         return {"worker": mine, "scheduler": dict(self._tier_stats)}
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from agentcache.engine.orders import Demoted, DemoteOrder, Staged, StageOrder, StepReport
 from agentcache.store.payloads import Payload, PayloadStore, decode_payload, encode_payload, is_intact
-from agentcache.store.tiers import KVStore, Lost, Manifest, Refused
+from agentcache.store.tiers import KVStore, Lost, Manifest, Refused, StoreStats
 from agentcache.store.tiers.background import Background
 
 __all__ = ["WorkerTier"]
@@ -49,6 +49,12 @@ class WorkerTier:
         self._warm: OrderedDict[str, Payload] = OrderedDict()
         self._warm_size = 0
         self._open = 0
+        # As the threads saw it last: asking a store may take as long as a hung server's timeout.
+        self.stats: tuple[StoreStats, ...] = ()
+        self._up.submit(self._note_stats)
+
+    def _note_stats(self) -> None:
+        self.stats = self.store.stats()
 
     # -- down ----------------------------------------------------------------------------------------------------------
 
@@ -77,6 +83,7 @@ class WorkerTier:
         return True
 
     def _end_demotion(self, ticket: str, *, failed: bool) -> None:
+        self._note_stats()
         with self._lock:
             self._demoted[ticket] = Demoted(1, failed)
         self._news.set()
@@ -92,21 +99,20 @@ class WorkerTier:
     def _fetch(self, order: StageOrder) -> None:
         found: dict[str, Payload | Lost] = {}
         try:
-            rows = {key: tokens for _, key, tokens in order.objects}
-            found = self._fetch_payloads(rows)
+            found = self._fetch_payloads({key: (rows, tag) for _, key, rows, tag in order.objects})
         finally:
             self._end_staging(order, found)
 
-    def _fetch_payloads(self, rows: dict[str, int]) -> dict[str, Payload | Lost]:
-        """Returns payloads by key, those that a hint has fetched at once. In the thread."""
+    def _fetch_payloads(self, wanted: dict[str, tuple[int, str]]) -> dict[str, Payload | Lost]:
+        """Returns payloads by key, given their rows and tags; those that a hint has fetched at once. In the thread."""
         out: dict[str, Payload | Lost] = {}
         with self._lock:
-            for key in rows:
+            for key in wanted:
                 warm = self._warm.pop(key, None)
                 if warm is not None:
                     self._warm_size -= warm.size_bytes
                     out[key] = warm
-        keys = [key for key in rows if key not in out]
+        keys = [key for key in wanted if key not in out]
         for at in range(0, len(keys), _CHUNK):
             for key, blob in self.store.fetch(keys[at : at + _CHUNK], self.rank).items():
                 try:
@@ -114,14 +120,19 @@ class WorkerTier:
                 except ValueError as error:
                     out[key] = Lost(str(error), "corrupt")
         for key, payload in out.items():
-            if isinstance(payload, Payload) and (payload.tokens != rows[key] or not self.is_sound(payload)):
+            if isinstance(payload, Payload) and not self._is_wanted(payload, *wanted[key]):
                 out[key] = Lost("it has other rows than its manifest says", "corrupt")
         return out
 
+    def _is_wanted(self, payload: Payload, rows: int, tag: str) -> bool:
+        # An object is `mixed` also when its ranks differ.
+        return payload.tokens == rows and tag in (payload.tag, "mixed") and self.is_sound(payload)
+
     def _end_staging(self, order: StageOrder, found: dict[str, Payload | Lost]) -> None:
+        self._note_stats()
         absent = Lost("it was not fetched", "unavailable")
         with self._lock:
-            self._staged[order.number] = {object_id: found.get(key, absent) for object_id, key, _ in order.objects}
+            self._staged[order.number] = {object_id: found.get(key, absent) for object_id, key, *_ in order.objects}
         self._news.set()
 
     def warm(self, namespace: str, version: str) -> None:
@@ -132,8 +143,8 @@ class WorkerTier:
         found = self.store.find(namespace, version)
         if not isinstance(found, Manifest) or self.rank >= found.ranks:
             return
-        rows = {e.key: e.tokens for e in found.objects if e.key not in self._warm}
-        for key, payload in self._fetch_payloads(rows).items():
+        wanted = {e.key: (e.tokens, e.tag) for e in found.objects if e.key not in self._warm}
+        for key, payload in self._fetch_payloads(wanted).items():
             if isinstance(payload, Payload):
                 with self._lock:
                     self._warm[key] = payload

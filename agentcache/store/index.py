@@ -167,6 +167,8 @@ class CheckpointIndex:
             return self._refuse(f"version {stored.version_id!r} is here already")
         found = {block.key: block for block in objects}
         here = {key: self._objects[self._keys[key]] for key in found if key in self._keys}
+        if any(user.namespace != stored.namespace for block in here.values() for user in block.users):
+            return self._refuse(f"version {stored.version_id!r} names an object of another namespace")
         if any(block.tokens > OBJECT_TOKENS for block in found.values()):
             return self._refuse(f"version {stored.version_id!r} has objects of more than {OBJECT_TOKENS} rows")
         if any((b.tokens, b.source_position) != (found[k].tokens, found[k].source_position) for k, b in here.items()):
@@ -228,9 +230,15 @@ class CheckpointIndex:
         return block.exact and block.lossless
 
     def trusted_end(self, version: Version) -> int:
-        """Returns how many leading rows are exact and stored as exact ones; rows that were lost do not end them."""
-        others = (e.position for e in version.extents if not self.trusted(e.object_id))
+        """Returns how many leading rows are exact and stored as exact ones; rows that were lost do not end them.
+
+        An exact row stands where it was computed: one that was moved is none, whatever a stored version says.
+        """
+        others = (e.position for e in version.extents if not self.trusted(e.object_id) or self._moved(e))
         return min(version.exact_end, next(others, version.exact_end))
+
+    def _moved(self, extent: Extent) -> bool:
+        return self._objects[extent.object_id].source_position + extent.offset != extent.position
 
     def abort_save(self, version: Version) -> None:
         """Drops a version whose payloads could not be stored."""
