@@ -43,8 +43,9 @@ SINK_TOKENS = 4
 """First rows, which draw attention whatever they hold: they do not set the scale of the others."""
 
 ALPHA = 0.5
-EXACT_RISK = 0.04
-LOW_RISK = 0.005
+
+EXACT_RISK = 0.03
+LOW_RISK = 0.02
 LOW_BIT_RESIDUAL = 0.15
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

@@ -7,7 +7,7 @@ one forward of the last rows  ->  attention, a sampled layer at a time  ->  per 
         a step                             a step each                       `save_tokens_per_step` rows a step
 ```
 
-That holds while other requests run; an idle engine does all of it in one step. The tensor-parallel ranks do the same work in
+That holds while other requests run; an idle engine does several pieces a step. The tensor-parallel ranks do the same work in
 the same steps, whatever fails on one of them, and agree on what they measured before they use it.
 """
 
@@ -36,6 +36,7 @@ __all__ = ["Saver"]
 logger = logging.getLogger(__name__)
 
 _IDLE_SAVE_TOKENS = 4096  # rows gathered a step when nothing else runs: a new request waits no longer than that
+_IDLE_PIECE_TOKENS = 512  # what a piece of measuring counts as there
 
 _Work = Generator[int | None, None, None]
 """Yields after each piece of work: the rows that were gathered, or None for a piece that takes a step's whole share."""
@@ -78,10 +79,8 @@ class Saver:
             if save.work is None:
                 save.work = _work(save, runtime, self.store)
             for rows in save.work:
-                if rows is not None:
-                    budget -= rows
-                elif scheduled_tokens:
-                    budget = 0
+                piece = budget if scheduled_tokens else _IDLE_PIECE_TOKENS
+                budget -= piece if rows is None else rows
                 if budget <= 0:
                     break
             else:

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from agentcache.engine import precision
 from agentcache.engine.wire import ResumeParams
 from tests.engine.harness import NEW, OLD, assert_exact, first_version, lossy, text
 
@@ -14,9 +15,12 @@ pytestmark = pytest.mark.engine
 K8V8 = {"precision": "k8v8"}
 
 
-@pytest.fixture
-def engine(start_engine, tiny):
-    engine = start_engine(tiny("llama"), extra=K8V8)
+@pytest.fixture(params=["k8v8", "mixed"])
+def engine(request, start_engine, tiny, monkeypatch):
+    # No block of a random model's short prompt is as unimportant as most of a real one's.
+    monkeypatch.setattr(precision, "EXACT_RISK", 0.05)
+    monkeypatch.setattr(precision, "LOW_RISK", 0.045)
+    engine = start_engine(tiny("llama"), extra={"precision": request.param})
     yield engine
     engine.drain()
     engine.check()
@@ -44,6 +48,22 @@ def test_the_exact_policy_restores_nothing_from_a_lossy_checkpoint(engine, refer
     assert child.recovery.restored_tokens == 0
     assert child.recovery.exact
     assert_exact(reference, child, engine.ask(NEW))
+
+
+def test_the_first_object_of_a_mixed_checkpoint_is_trusted_where_all_its_blocks_are_exact(
+    start_engine, tiny, monkeypatch, reference
+):
+    monkeypatch.setattr(precision, "EXACT_RISK", 0.03)
+    engine = start_engine(tiny("llama"), extra={"precision": "mixed"})
+    first_version(engine)
+    assert engine.half.index.trusted_end(engine.version("v1")) == 256
+    engine.forget_local()
+    child = engine.ask(NEW, ResumeParams(version="v2", parent="v1"))
+    assert child.recovery.restored_tokens == 100
+    assert child.recovery.exact
+    assert_exact(reference, child)
+    assert engine.audit(NEW)[1] < 1e-3
+    engine.check()
 
 
 def test_a_child_that_waits_for_its_parents_lossy_save_does_not_trust_it(start_engine, tiny, reference):
