@@ -15,6 +15,7 @@ from agentcache.recovery.base import PolicyContext, RecoveryPlan
 from agentcache.recovery.planner import plan
 from agentcache.recovery.registry import get_policy
 from agentcache.store.index import Version
+from agentcache.store.scores import decode_scores
 from agentcache.types import AlignedRun, PromptDiff
 
 __all__ = ["plan_request", "refusal"]
@@ -67,6 +68,23 @@ def _checked_diff(token_ids: np.ndarray[Any, Any], parent: Version, params: Resu
     return diff_tokens(old, token_ids)
 
 
+def _measured(
+    parent: Version, diff: PromptDiff
+) -> tuple[np.ndarray[Any, np.dtype[np.float32]] | None, np.ndarray[Any, np.dtype[np.int32]]]:
+    """Returns what is known of the parent's rows at their places in the new prompt: attention and generations."""
+    of_parent = np.zeros(len(parent.token_ids), dtype=np.int32)
+    for extent in parent.extents:
+        of_parent[extent.position : extent.stop] = extent.generation
+    scores = None if parent.attention is None else decode_scores(parent.attention)
+    attention = None if scores is None else np.zeros(diff.new_len, dtype=np.float32)
+    generations = np.zeros(diff.new_len, dtype=np.int32)
+    for run in diff.aligned:
+        generations[run.new_start : run.new_stop] = of_parent[run.old_start : run.old_stop]
+        if attention is not None and scores is not None:
+            attention[run.new_start : run.new_stop] = scores[run.old_start : run.old_stop]
+    return attention, generations
+
+
 def plan_request(
     prompt: Sequence[int], parent: Version, params: ResumeParams, exact_end: int
 ) -> tuple[RecoveryPlan | None, int, str | None]:
@@ -84,7 +102,7 @@ def plan_request(
         diff = _checked_diff(token_ids, parent, params)
         made = plan(
             policy,
-            PolicyContext(diff, token_ids, params.boundary_tuple()),
+            PolicyContext(diff, token_ids, params.boundary_tuple(), *_measured(parent, diff)),
             parent_exact_end=exact_end,
             missing=parent.missing(),
             limit=len(token_ids) - 1,

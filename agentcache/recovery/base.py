@@ -23,11 +23,18 @@ class PolicyContext:
         diff: The aligned spans between the parent checkpoint and the new prompt.
         token_ids: The new prompt's ids.
         boundaries: Messages, tool results and documents of the new prompt, ascending.
+        attention: float32 `[new_len]`: how much each aligned row was attended to when the parent was saved, over the largest of
+            all rows but the first four (PatchKV, stored attention; formulas 10); 0 for rows that are not aligned. None when the
+            parent's save did not measure it.
+        generations: int32 `[new_len]`: how many edits before it each aligned row has survived without being recomputed; 0 for
+            rows that are not aligned. None when it is not known.
     """
 
     diff: PromptDiff
     token_ids: Sequence[int] | npt.NDArray[np.int32]
     boundaries: tuple[Boundary, ...] = ()
+    attention: npt.NDArray[np.float32] | None = None
+    generations: npt.NDArray[np.int32] | None = None
 
 
 class RecoveryPolicy(ABC):
