@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.engine.planning import plan_request, refusal
+from agentcache.engine.planning import _measured, plan_request, refusal
 from agentcache.engine.wire import ResumeParams
+from agentcache.episodes.diff import diff_tokens
 from agentcache.store.extents import Extent
+from agentcache.store.scores import decode_scores, encode_scores
 from agentcache.store.version import Version
 from agentcache.types import Run, complement
 
@@ -182,3 +184,20 @@ def test_every_plan_restores_equal_tokens_that_are_stored(aligned, policy, cut, 
     if made.exact:
         assert all(run.shift == 0 and run.new_stop <= min(prefix, exact_end) for run in made.restore)
     assert made.exact or policy != "prefix_cache"
+
+
+def test_a_policy_sees_what_is_known_of_the_parents_rows_at_their_new_places():
+    version = parent(stored=[(0, 200)])
+    version.extents = (Extent(1, 0, 150, 0, 2), Extent(1, 150, 50, 150))
+    diff = diff_tokens(version.token_ids, np.asarray(NEW, dtype=np.int32))
+    assert _measured(version, diff)[0] is None
+    version.attention = encode_scores(np.linspace(0.1, 1, len(OLD)))
+    attention, generations = _measured(version, diff)
+    scores = decode_scores(version.attention)
+    assert attention is not None
+    assert attention[:100].tolist() == scores[:100].tolist()
+    assert not attention[100:120].any(), "new tokens were attended to by nobody"
+    assert attention[120:].tolist() == scores[110:].tolist()
+    assert set(generations[:100]) == {2}
+    assert not generations[100:120].any()
+    assert generations[120:].tolist() == [2] * 40 + [0] * 150
