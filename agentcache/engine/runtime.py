@@ -163,19 +163,17 @@ class Runtime:
         before = [end.clone() for end in ends]
         try:
             queries = self._probe.capture([_PROBE_TOKEN] * 3, null, [Run(1, 3)])
+            kept = all(torch.equal(*(x.view(torch.uint8) for x in pair)) for pair in zip(before, ends, strict=True))
+            if not kept:
+                raise SelfCheckError("a forward with slots of -1 wrote to the pages")
+            if (len(queries.layers), queries.positions.tolist()) != (len(self.sampled), [1, 2]):
+                raise SelfCheckError(f"a probe of rows 1 and 2 read queries of {queries.positions.tolist()}")
         except Exception as error:
             logger.exception("agentcache cannot measure attention on this engine; `mixed` checkpoints stay exact")
             return f"{type(error).__name__}: {error}"
-        found = len(queries.layers), queries.positions.tolist()
-        kept = all(torch.equal(*(x.view(torch.uint8) for x in pair)) for pair in zip(before, ends, strict=True))
-        self._clear_null_block()
-        if found == (len(self.sampled), [1, 2]) and kept:
-            return None
-        reason = f"a probe {'read' if kept else 'wrote the pages and read'} queries of {found}"
-        logger.warning(
-            "agentcache cannot measure attention on this engine (%s); `mixed` checkpoints stay exact", reason
-        )
-        return reason
+        finally:
+            self._clear_null_block()
+        return None
 
     def rows(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Returns the rows `[start, stop)` of all layers as the backend's own layout has them, `[L, 2, T, H, D]`."""
@@ -308,6 +306,7 @@ class Runtime:
             "kernels": self.kernels.implementation,
             "rotary": f"{'interleaved' if self.rotation.interleaved else 'half-split'}, {self.rotation.rotary_dim} of {self.head_dim} dims",
             "row_bytes": self.row_bytes,
+            "attention_probe": self.probe_error or "ok",
             "threads": torch.get_num_threads(),
         }
 

@@ -366,7 +366,7 @@ class Writing:
 def test_a_probe_that_writes_is_found_at_start_up(engine, monkeypatch, caplog):
     assert engine.runtime._probe_fault() is None
     monkeypatch.setattr(engine.runtime._probe, "segments", Writing(engine.runtime.segments))
-    assert "wrote the pages" in engine.runtime._probe_fault()
+    assert "wrote to the pages" in engine.runtime._probe_fault()
     assert "stay exact" in caplog.text
 
 
