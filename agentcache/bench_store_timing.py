@@ -20,7 +20,15 @@ from agentcache.cache import AgentCache
 from agentcache.config import Precision
 from agentcache.errors import AgentCacheError
 
-__all__ = ["STREAM_PROMPT", "measure_decode", "measure_restore", "measure_resume", "wait_until_stored"]
+__all__ = [
+    "STREAM_PROMPT",
+    "Window",
+    "decode_figures",
+    "measure_decode",
+    "measure_restore",
+    "measure_resume",
+    "wait_until_stored",
+]
 
 RESUME_ARMS: tuple[Precision, ...] = ("exact", "k8v4", "mixed")
 STREAM_PROMPT = 256
@@ -52,8 +60,8 @@ class _Stream:
 
 
 @dataclass(slots=True)
-class _Window:
-    """One stretch of decoding: its engine steps, and the times of all requests' steps in it, in ms."""
+class Window:
+    """One stretch of decoding: its engine steps, the times of all requests' steps in it, and whether a save was open."""
 
     steps: int
     gaps_ms: list[float]
@@ -83,7 +91,7 @@ class _Streams:
                 raise AgentCacheError(f"{steps} decode steps took more than {_PATIENCE_S:.0f} s")
             time.sleep(0.001)
 
-    def window_until(self, cache: AgentCache, steps: int | None) -> _Window:
+    def window_until(self, cache: AgentCache, steps: int | None) -> Window:
         """Returns the steps from now until no save is open, or until there are `steps` of them.
 
         Both ask the engine for its counters just as often, so that the asking costs both the same.
@@ -102,7 +110,7 @@ class _Streams:
         ended = time.perf_counter()
         self.wait(1)  # the step that the window ended in
         inside = [_gaps(stream.times, begun, ended) for stream in self._streams]
-        return _Window(min(map(len, inside)), [gap for gaps in inside for gap in gaps], ended - begun, seen)
+        return Window(min(map(len, inside)), [gap for gaps in inside for gap in gaps], ended - begun, seen)
 
 
 def _has_open_save(rank: dict[str, Any]) -> bool:
@@ -182,13 +190,13 @@ def measure_decode(
     """
     ids = text[:context]
     stretch = 8
-    arms: dict[str, list[list[_Window]]] = {"save": [], "idle": []}
+    arms: dict[str, list[list[Window]]] = {"save": [], "idle": []}
     for rep in range(-1, reps):
         for arm in ("save", "idle") if rep % 2 else ("idle", "save"):
             prompts = [(text[i * 211 + (rep + 1) * 97 :] + text)[:STREAM_PROMPT] for i in range(streams)]
             empty_prefix_cache(cache)
             cache.generate(ids, max_tokens=1)
-            windows: list[_Window] = []
+            windows: list[Window] = []
             with _decoding(cache, prompts) as running:
                 while sum(window.steps for window in windows) < steps:
                     episode = cache.episode(f"decode {rep} {arm} {len(windows)}")
@@ -200,10 +208,15 @@ def measure_decode(
             if rep >= 0:
                 arms[arm].append(windows)
             tick()
-    return _decode_result(arms, context, streams, reps)
+    return {"context": context, "streams": streams, "reps": reps, **decode_figures(arms)}
 
 
-def _decode_result(arms: dict[str, list[list[_Window]]], context: int, streams: int, reps: int) -> dict[str, Any]:
+def decode_figures(arms: dict[str, list[list[Window]]]) -> dict[str, Any]:
+    """Returns the figures of both arms' windows, by repetition.
+
+    Raises:
+        AgentCacheError: In no window of the arm `save` a save was seen open.
+    """
     gaps = {arm: [g for rep in all_reps for w in rep for g in w.gaps_ms] for arm, all_reps in arms.items()}
     p95 = {arm: float(np.percentile(values, 95)) for arm, values in gaps.items()}
     each = [
@@ -216,9 +229,6 @@ def _decode_result(arms: dict[str, list[list[_Window]]], context: int, streams: 
     if not seen:
         raise AgentCacheError("no save was open when its request had ended: there is nothing to measure")
     return {
-        "context": context,
-        "streams": streams,
-        "reps": reps,
         "steps": {arm: sum(w.steps for rep in all_reps for w in rep) for arm, all_reps in arms.items()},
         "saves": len(saves),
         "saves_seen_open": seen,
