@@ -45,14 +45,28 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
         ("agentcache.doctor", "run_doctor"),
         ("agentcache.bench_resume", "run"),
         ("agentcache.bench_load", "run"),
+        ("agentcache.bench_store", "run"),
     ):
         stand_in = ModuleType(module)
         setattr(stand_in, function, record)
         monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setattr(sys.modules["agentcache.bench_store"], "StoreBench", lambda *args: args, raising=False)
     return calls
 
 
-COMMANDS = ["", "demo", "doctor", "fetch", "version", "bench", "bench resume", "bench load", "bench diff"]
+COMMANDS = [
+    "",
+    "demo",
+    "doctor",
+    "fetch",
+    "version",
+    "bench",
+    "bench resume",
+    "bench load",
+    "bench store",
+    "bench diff",
+]
+COMMANDS += ["store", "store ls", "store verify", "store gc"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -147,6 +161,46 @@ def test_bench_load_passes_its_options(run: Run, calls: list[Any]) -> None:
         "reps": 5,
         "json_path": Path("out.json"),
     }
+
+
+def test_bench_store_passes_its_options(run: Run, calls: list[Any], tmp_path: Path) -> None:
+    sizes = "--tokens 900 --prompts 3 --context 600 --steps 20 --reps 5 --episodes 40 --real 4"
+    rest = f"--parts payload,decode --json out.json --resume --folder {tmp_path}"
+    assert run("bench", "store", *f"--model m {sizes} {rest}".split()) == 0
+    [(args, named)] = calls
+    del named["console"]
+    assert args == (("m", 900, 3, 600, 20, 5, 40, 4),)
+    assert named == {
+        "parts": ["payload", "decode"],
+        "json_path": Path("out.json"),
+        "resume": True,
+        "folder": tmp_path,
+    }
+
+
+def test_bench_store_measures_every_part_by_default(run: Run, calls: list[Any]) -> None:
+    assert run("bench", "store") == 0
+    [(args, named)] = calls
+    assert args == (("smollm2", 8000, 50, 4096, 200, 7, 1000, 50),)
+    assert named["parts"] == ["payload", "decode", "resume", "restore", "episodes"]
+
+
+@pytest.mark.parametrize("options", ["--reps 0", "--prompts 121", "--episodes 1", "--folder missing", "--resume"])
+def test_bench_store_refuses_what_it_cannot_measure(options: str, run: Run, calls: list[Any]) -> None:
+    assert run("bench", "store", *options.split()) == 2
+    assert calls == []
+
+
+def test_store_looks_into_a_store(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from agentcache.store.tiers.disk import DiskStore
+
+    with DiskStore(tmp_path / "store", 1 << 20):
+        pass
+    url = f"disk://{tmp_path}/store"
+    assert run("store", "verify", url) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all checksums match"
+    assert run("store", "ls", f"disk://{tmp_path}/typo") == 2
+    assert "there is no store folder" in capsys.readouterr().err
 
 
 def test_bench_diff_prints_and_writes_each_case(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
