@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from agentcache.bench_resume import NEW_SPAN, make_edit, sample_ids
 from agentcache.bench_store_payload import Checkpoint, measure_kl, prompts, save_checkpoint
 from agentcache.bench_store_report import print_summary, summarise
-from agentcache.bench_store_timing import STREAM_PROMPT, measure_decode, measure_restore, measure_resume
+from agentcache.bench_store_timing import KV_BYTES, STREAM_PROMPT, measure_decode, measure_restore, measure_resume
 from agentcache.cache import AgentCache
 from agentcache.config import Precision
 from agentcache.environment import hardware, versions
@@ -49,8 +49,8 @@ _STREAMS = 4
 _LONGEST_CHAT = 3072  # tokens of a shipped question with all its documents, roomily
 _STREAM_STEPS = 10  # steps of a decoding request for each that counts: requests are served between the saves
 _DISK_BYTES_AN_EPISODE = 12_000_000
-_MEMORY_BYTES_AN_EPISODE = 10_000_000
-_SPARE_BYTES = 6 << 30  # the engine's and its payloads'
+_MEMORY_BYTES_AN_EPISODE = 9_000_000
+_ENGINE_BYTES = 6 << 30  # with the payloads that it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,12 @@ class StoreBench:
                 )
             needs = (
                 ("disk", f"free in {folder}", _DISK_BYTES_AN_EPISODE * self.episodes, shutil.disk_usage(folder).free),
-                ("memory", "available", _MEMORY_BYTES_AN_EPISODE * self.episodes + _SPARE_BYTES, _available_bytes()),
+                (
+                    "memory",
+                    "available",
+                    max(_ENGINE_BYTES, _MEMORY_BYTES_AN_EPISODE * self.episodes),
+                    _available_bytes(),
+                ),
             )
             for what, where, needed, there in needs:
                 if needed > there:
@@ -140,7 +145,7 @@ class _Bench:
             )
             url = f"{self._url}?bytes=8GiB"
             self._cache = self._until_close.enter_context(
-                AgentCache(settings.model, dtype="bfloat16", store=url, max_model_len=longest + 64)
+                AgentCache(settings.model, dtype="bfloat16", store=url, max_model_len=longest + 64, kv_bytes=KV_BYTES)
             )
         return self._cache
 

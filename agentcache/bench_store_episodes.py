@@ -22,7 +22,7 @@ import numpy as np
 
 from agentcache.bench_resume import empty_prefix_cache
 from agentcache.bench_store_child import run_child
-from agentcache.bench_store_timing import wait_until_stored
+from agentcache.bench_store_timing import KV_BYTES, wait_until_stored
 from agentcache.cache import AgentCache
 from agentcache.config import Precision
 from agentcache.errors import AgentCacheError
@@ -135,8 +135,13 @@ def measure_episodes(plan: EpisodePlan, encode: Callable[[AgentCache], list[int]
     Raises:
         AgentCacheError: An episode was not stored, or something that was read is not what was stored.
     """
-    url = f"disk://{plan.folder}?bytes=1TiB"
-    with AgentCache(plan.model, dtype="float32", store=url, max_model_len=_max_len(plan.shape)) as cache:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "store": f"disk://{plan.folder}?bytes=1TiB",
+        "max_model_len": plan.shape.tokens + _TURN_TOKENS + _REPLY_TOKENS + 64,
+        "kv_bytes": KV_BYTES,
+    }
+    with AgentCache(plan.model, **settings) as cache:
         episodes = write_episodes(encode(cache), plan.real, plan.shape, plan.seed)
         engine, namespace = cache.stats()["engine"], cache.config.namespace
         versions = _run_real(cache, episodes, stage("real episodes", plan.real))
@@ -147,7 +152,7 @@ def measure_episodes(plan: EpisodePlan, encode: Callable[[AgentCache], list[int]
     with DiskStore(plan.folder, 1 << 62) as store:
         stats = store.stats()[0]
     opened = run_child("open", {"folder": str(plan.folder), "namespace": namespace, **filled.pop("open")})
-    with AgentCache(plan.model, dtype="float32", store=url, max_model_len=_max_len(plan.shape)) as cache:
+    with AgentCache(plan.model, **settings) as cache:
         resumed = _resume_real(cache, episodes, stage("resumes", plan.real))
     distinct = {
         "disk": plan.distinct_bytes(bulk, exact),
@@ -173,10 +178,6 @@ def measure_episodes(plan: EpisodePlan, encode: Callable[[AgentCache], list[int]
         "first_read_ms": opened["first_read_ms"],
         **resumed,
     }
-
-
-def _max_len(shape: EpisodeShape) -> int:
-    return shape.tokens + _TURN_TOKENS + _REPLY_TOKENS + 64
 
 
 def _run_real(cache: AgentCache, episodes: Sequence[RealEpisode], done: Callable[[int], object]) -> list[str]:

@@ -21,6 +21,7 @@ from agentcache.config import Precision
 from agentcache.errors import AgentCacheError
 
 __all__ = [
+    "KV_BYTES",
     "STREAM_PROMPT",
     "Window",
     "decode_figures",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 RESUME_ARMS: tuple[Precision, ...] = ("exact", "k8v4", "mixed")
+KV_BYTES = 1 << 30  # the engine's own, so that it is the same everywhere
 STREAM_PROMPT = 256
 _WARM_STEPS = 4
 _POLL_S = 0.01
