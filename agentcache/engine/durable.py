@@ -108,9 +108,9 @@ class DurableTier:
         self._stats: tuple[StoreStats, ...] = ()
 
     def _tell(self, result: Callable[[], None]) -> None:
-        """In a thread: hands a result to the scheduler's thread."""
-        self._stats = self.store.stats()
+        """In a thread: hands a result to the scheduler's thread, and then looks at the counters."""
         self._results.put(result)
+        self._stats = self.store.stats()  # the thread's log says so when a store cannot give them
 
     # -- down ----------------------------------------------------------------------------------------------------------
 

@@ -83,10 +83,10 @@ class WorkerTier:
         return True
 
     def _end_demotion(self, ticket: str, *, failed: bool) -> None:
-        self._note_stats()
         with self._lock:
             self._demoted[ticket] = Demoted(1, failed)
         self._news.set()
+        self._note_stats()  # last: the thread's log says so when a store cannot give them
 
     # -- up ------------------------------------------------------------------------------------------------------------
 
@@ -129,11 +129,11 @@ class WorkerTier:
         return payload.tokens == rows and tag in (payload.tag, "mixed") and self.is_sound(payload)
 
     def _end_staging(self, order: StageOrder, found: dict[str, Payload | Lost]) -> None:
-        self._note_stats()
         absent = Lost("it was not fetched", "unavailable")
         with self._lock:
             self._staged[order.number] = {object_id: found.get(key, absent) for object_id, key, *_ in order.objects}
         self._news.set()
+        self._note_stats()
 
     def warm(self, namespace: str, version: str) -> None:
         """Begins to fetch a version that is likely to be resumed, so that its payloads are here when it is."""
