@@ -103,18 +103,27 @@ def attention_by_transformers(folder, ids, prompt_tokens):
 # -- what is measured ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reply", [1, 9, 60])
-def test_attention_is_that_of_the_whole_matrices(engine, tiny, reply):
+def assert_attention_is_measured(engine, folder, reply):
     answer = engine.ask(OLD, ResumeParams(version="v1"), n=reply)
     version = engine.version("v1")
     ids = answer.ids[:-1]
     assert version.token_ids.tolist() == ids
-    want = attention_by_transformers(tiny("llama"), ids, len(OLD))
+    want = attention_by_transformers(folder, ids, len(OLD))
     got = decode_scores(version.attention)
     large = want > 1e-4
     assert got[large] == pytest.approx(want[large], rel=STEP - 1)
     assert got[~large] == pytest.approx(want[~large], abs=2e-5)
     assert large.mean() > 0.5
+
+
+@pytest.mark.parametrize("reply", [1, 9, 60])
+def test_attention_is_that_of_the_whole_matrices(engine, tiny, reply):
+    assert_attention_is_measured(engine, tiny("llama"), reply)
+
+
+@pytest.mark.parametrize("kind", ["llama3_rope", "qwen2", "qwen3", "glm4"])
+def test_attention_of_other_model_forms(start_engine, tiny, kind):
+    assert_attention_is_measured(start_engine(tiny(kind), extra=MIXED), tiny(kind), 9)
 
 
 def test_rows_of_the_reply_are_asked_about_too():
