@@ -67,10 +67,11 @@ from agentcache.kernels.cpu_simd import (
     turn_codes,
     turn_elements,
 )
+from agentcache.kernels.cpu_team import share
 from agentcache.kernels.cpu_vector import LINE_BYTES
 from agentcache.kernels.formats import BLOCK
 
-__all__ = ["scatter_items", "scatter_scratch"]
+__all__ = ["scatter"]
 
 
 @njit(inline="always")
@@ -223,15 +224,8 @@ def _copy_cells(base, geometry, cells, table, head, position, count, source, tok
             copy_element(page + cells[head, token, d] * size, source + t * token_pitch + d * dim_pitch, like)
 
 
-def scatter_scratch(dim: int, size: int) -> int:
-    """Returns bytes: two key blocks with a line before and after each, a line of every key dimension, 32 value rows."""
-    return 4 * dim * BLOCK * size + 4 * BLOCK * size
-
-
-@compiled
-def scatter_items(
-    low, high, stretches, formats, geometry, pages, table, k_cells, v_cells, cos, sin, planes, scratch, like
-):
+@njit(error_model="numpy")
+def _loop(low, high, stretches, formats, geometry, pages, table, k_cells, v_cells, cos, sin, planes, like):
     """Restores the items `[low, high)` of the (layer, stretch) grid into the pages.
 
     Args:
@@ -247,11 +241,12 @@ def scatter_items(
         cos: float32 `[angles, rotary_dim / 2]`.
         sin: The same.
         planes: int64 `[2, rotary_dim / 2]`.
-        scratch: uint8, `scatter_scratch` bytes.
         like: An array of the element type.
     """
     dim, size, heads, groups = geometry[DIM], geometry[ESIZE], geometry[HEADS], geometry[GROUPS]
     block_bytes, margin = dim * BLOCK * size, BLOCK * size
+    # Two key blocks with a line before and after each, a line of every key dimension, 32 value rows.
+    scratch = np.zeros(4 * (block_bytes + margin), np.uint8)
     pad1 = scratch.ctypes.data + margin
     pad2 = pad1 + block_bytes + margin
     keys = pad2 + block_bytes + margin
@@ -330,3 +325,10 @@ def scatter_items(
                 if not geometry[V_ROWS]:
                     _copy_cells(base, geometry, v_cells, table, head, at, count, values, dim * size, size, like)
     fence()
+    scratch[0] = 0  # numba frees an array after its last use
+
+
+@compiled
+def scatter(team, threads, shares, items, *arguments):
+    """Restores all items of the (layer, stretch) grid on a team of threads."""
+    return share(team, threads, shares, items, _loop, arguments)

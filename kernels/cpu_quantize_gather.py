@@ -55,10 +55,11 @@ from agentcache.kernels.cpu_simd import (
     scale_bits,
     store_u16,
 )
+from agentcache.kernels.cpu_team import share
 from agentcache.kernels.cpu_vector import LINE_BYTES
 from agentcache.kernels.formats import BLOCK
 
-__all__ = ["gather_items", "gather_scratch", "nibble_word", "value_row"]
+__all__ = ["gather", "nibble_word", "value_row"]
 
 _WINDOW = 4 * BLOCK  # elements a scratch row: the three lines that 64 tokens can span, and one to read over
 
@@ -192,13 +193,8 @@ def _pack_bytes(row, words, codes, dim, size, groups, like):
             quantise8(at + j * size, inverse, out + j, like)
 
 
-def gather_scratch(dim: int, size: int) -> int:
-    """Returns bytes: a window of every key dimension, zeros to pad it with, a row of codes, a value row."""
-    return (dim + 2) * _WINDOW * size + dim * size
-
-
-@compiled
-def gather_items(low, high, stretches, formats, geometry, pages, table, k_cells, v_cells, scratch, like):
+@njit(error_model="numpy")
+def _loop(low, high, stretches, formats, geometry, pages, table, k_cells, v_cells, like):
     """Packs the items `[low, high)` of the (layer, stretch) grid.
 
     Args:
@@ -211,10 +207,11 @@ def gather_items(low, high, stretches, formats, geometry, pages, table, k_cells,
         table: int64 page table.
         k_cells: int64 `[H, B, D]`.
         v_cells: int64 `[H, B, D]`.
-        scratch: uint8, `gather_scratch` bytes.
         like: An array of the element type.
     """
     dim, size, heads, groups = geometry[DIM], geometry[ESIZE], geometry[HEADS], geometry[GROUPS]
+    # A window of every key dimension, zeros to pad it with, a row of codes, a value row.
+    scratch = np.zeros((dim + 2) * _WINDOW * size + dim * size, np.uint8)
     window = scratch.ctypes.data
     blank = window + dim * _WINDOW * size
     value = blank + 2 * _WINDOW * size
@@ -254,3 +251,10 @@ def gather_items(low, high, stretches, formats, geometry, pages, table, k_cells,
                             _pack_nibbles(row, words, at, dim, size, groups, inverses, zeros, like)
                         else:
                             _pack_bytes(row, words, values + dim * token, dim, size, groups, like)
+    scratch[0] = 0  # numba frees an array after its last use
+
+
+@compiled
+def gather(team, threads, shares, items, *arguments):
+    """Packs all items of the (layer, stretch) grid on a team of threads."""
+    return share(team, threads, shares, items, _loop, arguments)

@@ -24,7 +24,7 @@ TINY = 2.0**-100  # a scale below this stands for zero, so that its reciprocal s
 _A, _F, _I = types.int64, types.float32, types.int32  # an address, a float32, an int32
 
 
-def _step(emit: Callable[..., Any], signature: Any) -> tuple[Any, Callable[..., Any]]:
+def step(emit: Callable[..., Any], signature: Any) -> tuple[Any, Callable[..., Any]]:
     """Returns what an intrinsic returns: its signature, and code from `emit(builder, *arguments)`."""
 
     def generate(context: Any, builder: ir.IRBuilder, typed: Any, args: Any) -> Any:
@@ -42,7 +42,7 @@ def copy(typing, dst, src, size):
         pointers = (at.inttoptr(x, cgutils.voidptr_t) for x in (dst, src))
         cgutils.raw_memcpy(at, *pointers, size, 1)
 
-    return _step(emit, types.void(_A, _A, _A))
+    return step(emit, types.void(_A, _A, _A))
 
 
 @intrinsic
@@ -53,7 +53,7 @@ def copy_element(typing, dst, src, like):
         pointer = (I32 if like.dtype == types.float32 else I16).as_pointer()
         at.store(at.load(at.inttoptr(src, pointer), align=1), at.inttoptr(dst, pointer), align=1)
 
-    return _step(emit, types.void(_A, _A, like))
+    return step(emit, types.void(_A, _A, like))
 
 
 @intrinsic
@@ -64,7 +64,7 @@ def copy64(typing, dst, src):
         v = Vector(at, LINE_BYTES // 4, types.float32[:])
         v.store(v.load(src, I32), dst)
 
-    return _step(emit, types.void(_A, _A))
+    return step(emit, types.void(_A, _A))
 
 
 @intrinsic
@@ -75,7 +75,7 @@ def stream64(typing, dst, src):
         v = Vector(at, LINE_BYTES // 4, types.float32[:])
         v.stream(v.load(src, I32), dst)
 
-    return _step(emit, types.void(_A, _A))
+    return step(emit, types.void(_A, _A))
 
 
 @intrinsic
@@ -87,19 +87,19 @@ def prefetch(typing, address):
         function = cgutils.get_or_insert_function(at.module, kind, "llvm.prefetch.p0")
         at.call(function, [at.inttoptr(address, cgutils.voidptr_t), *(ir.Constant(I32, x) for x in (0, 3, 1))])
 
-    return _step(emit, types.void(_A))
+    return step(emit, types.void(_A))
 
 
 @intrinsic
 def fence(typing):
     """Orders streamed lines before what follows, for other threads."""
-    return _step(lambda at: at.fence("seq_cst"), types.void())
+    return step(lambda at: at.fence("seq_cst"), types.void())
 
 
 @intrinsic
 def load_u16(typing, address):
     """Returns the 16-bit word at an address."""
-    return _step(lambda at, a: at.zext(at.load(at.inttoptr(a, I16.as_pointer()), align=1), I32), _I(_A))
+    return step(lambda at, a: at.zext(at.load(at.inttoptr(a, I16.as_pointer()), align=1), I32), _I(_A))
 
 
 @intrinsic
@@ -109,13 +109,13 @@ def store_u16(typing, word, address):
     def emit(at, word, address):
         at.store(at.trunc(word, I16), at.inttoptr(address, I16.as_pointer()), align=1)
 
-    return _step(emit, types.void(_I, _A))
+    return step(emit, types.void(_I, _A))
 
 
 @intrinsic
 def float_of(typing, bits, shift):
     """Returns the float32 with the bits `bits << shift`: a scale whose lower mantissa bits were dropped."""
-    return _step(lambda at, bits, shift: at.bitcast(at.shl(bits, shift), F32), _F(_I, _I))
+    return step(lambda at, bits, shift: at.bitcast(at.shl(bits, shift), F32), _F(_I, _I))
 
 
 @intrinsic
@@ -127,7 +127,7 @@ def scale_bits(typing, value, drop):
         bits = at.lshr(at.add(at.bitcast(value, I32), ones), drop)
         return at.select(at.fcmp_ordered("<", value, ir.Constant(F32, TINY)), ir.Constant(I32, 0), bits)
 
-    return _step(emit, _I(_F, _I))
+    return step(emit, _I(_F, _I))
 
 
 @intrinsic
@@ -138,7 +138,7 @@ def from_ordered(typing, number):
         sign = at.ashr(number, ir.Constant(I32, 31))
         return at.bitcast(at.xor(number, at.and_(sign, ir.Constant(I32, 0x7FFFFFFF))), F32)
 
-    return _step(emit, _F(_I))
+    return step(emit, _F(_I))
 
 
 # A destination line of 32 tokens is cut from two source rows: lanes below `cut` from the first address, the others from the
@@ -154,7 +154,7 @@ def _merge_elements(stream: bool) -> Any:
             v = Vector(at, 32, like)
             (v.stream if stream else v.store)(v.merged(v.elements(first), v.elements(second), cut), out)
 
-        return _step(emit, types.void(_A, _A, _I, _A, like))
+        return step(emit, types.void(_A, _A, _I, _A, like))
 
     return merge_elements
 
@@ -171,7 +171,7 @@ def _turn_elements(stream: bool) -> Any:
             v.put(x, out_a, stream=stream)
             v.put(y, out_b, stream=stream)
 
-        return _step(emit, types.void(_A, _A, _A, _A, _I, _F, _F, _A, _A, like))
+        return step(emit, types.void(_A, _A, _A, _A, _I, _F, _F, _A, _A, like))
 
     return turn_elements
 
@@ -190,7 +190,7 @@ def _scale_line(stream: bool) -> Any:
             v = Vector(at, 32, like)
             v.put(_merged_codes(v, first, second, cut, scale1, scale2), out, stream=stream)
 
-        return _step(emit, types.void(_A, _A, _I, _F, _F, _A, like))
+        return step(emit, types.void(_A, _A, _I, _F, _F, _A, like))
 
     return scale_line
 
@@ -208,7 +208,7 @@ def _turn_codes(stream: bool) -> Any:
             v.put(x, out_a, stream=stream)
             v.put(y, out_b, stream=stream)
 
-        return _step(emit, types.void(_A, _A, _A, _A, _I, _F, _F, _F, _F, _F, _F, _A, _A, like))
+        return step(emit, types.void(_A, _A, _A, _A, _I, _F, _F, _F, _F, _F, _F, _A, _A, like))
 
     return turn_codes
 
@@ -222,7 +222,7 @@ def _scale_codes(lanes: int, stream: bool = False) -> Any:
             v = Vector(at, lanes, like)
             v.put(v.scaled(v.numbers(v.load(codes, I8)), scale), out, stream=stream)
 
-        return _step(emit, types.void(_A, _F, _A, like))
+        return step(emit, types.void(_A, _F, _A, like))
 
     return scale_codes
 
@@ -238,7 +238,7 @@ def _scale_nibbles(lanes: int, stream: bool = False) -> Any:
             code = at.sub(at.and_(wide, v.ints(15)), v.splat(zero))
             v.put(v.scaled(at.sitofp(code, v.of(F32)), scale), out, stream=stream)
 
-        return _step(emit, types.void(_A, _I, _I, _F, _A, like))
+        return step(emit, types.void(_A, _I, _I, _F, _A, like))
 
     return scale_nibbles
 
@@ -252,7 +252,7 @@ def _absmax(lanes: int) -> Any:
             v = Vector(at, lanes, like)
             return v.largest(at.and_(at.bitcast(v.floats(address), v.of(I32)), v.ints(0x7FFFFFFF)))
 
-        return _step(emit, _I(_A, like))
+        return step(emit, _I(_A, like))
 
     return absmax
 
@@ -266,7 +266,7 @@ def _extreme(lanes: int, smallest: bool) -> Any:
             v = Vector(at, lanes, like)
             return v.largest(v.ordered(v.floats(address)), smallest=smallest)
 
-        return _step(emit, _I(_A, like))
+        return step(emit, _I(_A, like))
 
     return extreme
 
@@ -281,7 +281,7 @@ def _quantise(lanes: int) -> Any:
             codes = v.clamped(v.rounded(v.scaled(v.floats(address), inverse)), -127.0, 127.0)
             v.store(at.trunc(codes, v.of(I8)), out)
 
-        return _step(emit, types.void(_A, _F, _A, like))
+        return step(emit, types.void(_A, _F, _A, like))
 
     return quantise
 
@@ -301,7 +301,7 @@ def _quantise_nibbles(lanes: int) -> Any:
             upper = at.shl(_uint4(v, high, high_inverse, high_zero), v.ints(4))
             v.store(at.trunc(at.or_(_uint4(v, low, low_inverse, low_zero), upper), v.of(I8)), out)
 
-        return _step(emit, types.void(_A, _F, _F, _A, _F, _F, _A, like))
+        return step(emit, types.void(_A, _F, _F, _A, _F, _F, _A, like))
 
     return quantise_nibbles
 
@@ -317,7 +317,7 @@ def _nibble_error(lanes: int) -> Any:
             error = at.fsub(v.floats(address), v.scaled(at.fsub(code, v.splat(zero)), scale))
             return v.total(at.fmul(error, error))
 
-        return _step(emit, _F(_A, _F, _F, _F, like))
+        return step(emit, _F(_A, _F, _F, _F, like))
 
     return nibble_error
 
@@ -332,68 +332,9 @@ def _squares(lanes: int) -> Any:
             x = v.floats(address)
             return v.total(at.fmul(x, x))
 
-        return _step(emit, _F(_A, like))
+        return step(emit, _F(_A, like))
 
     return squares
-
-
-@intrinsic
-def dot_lines8(typing, queries, dim, keys, pitch, out, out_pitch, like):
-    """Writes the dot products of 8 float32 queries (rows of `dim`) with 32 keys that stand dimension by dimension."""
-
-    def emit(at, queries, dim, keys, pitch, out, out_pitch, _):
-        v = Vector(at, 32, like)
-        sums = [cgutils.alloca_once_value(at, v.real(0.0)) for _ in range(8)]
-        for slot in sums:
-            at.store(v.real(0.0), slot)
-        four = ir.Constant(dim.type, 4)
-        with cgutils.for_range(at, dim) as loop:
-            key = v.floats(at.add(keys, at.mul(loop.index, pitch)))
-            for r, slot in enumerate(sums):
-                row = at.add(queries, at.mul(at.add(at.mul(dim, ir.Constant(dim.type, r)), loop.index), four))
-                query = v.splat(at.load(at.inttoptr(row, F32.as_pointer())))
-                at.store(v.fused(query, key, at.load(slot)), slot)
-        for r, slot in enumerate(sums):
-            v.store(at.load(slot), at.add(out, at.mul(out_pitch, ir.Constant(out_pitch.type, r))))
-
-    return _step(emit, types.void(_A, _A, _A, _A, _A, _A, like))
-
-
-@intrinsic
-def max32(typing, address, like):
-    """Returns the largest of 32 float32."""
-
-    def emit(at, address, _):
-        v = Vector(at, 32, like)
-        number = v.largest(v.ordered(v.load(address, F32)))
-        sign = at.ashr(number, ir.Constant(I32, 31))
-        return at.bitcast(at.xor(number, at.and_(sign, ir.Constant(I32, 0x7FFFFFFF))), F32)
-
-    return _step(emit, _F(_A, like))
-
-
-@intrinsic
-def exp2_sum32(typing, address, top, like):
-    """Replaces 32 float32 by `2 ** (x - top)` and returns their sum."""
-
-    def emit(at, address, top, _):
-        v = Vector(at, 32, like)
-        powers = v.power_of_two(at.fsub(v.load(address, F32), v.splat(top)))
-        v.store(powers, address)
-        return v.total(powers)
-
-    return _step(emit, _F(_A, _F, like))
-
-
-@intrinsic
-def add_scaled32(typing, out, address, factor, like):
-    """Adds 32 float32 times a factor to 32 float32."""
-
-    def emit(at, out, address, factor, _):
-        v = Vector(at, 32, like)
-        v.store(at.fadd(v.load(out, F32), v.scaled(v.load(address, F32), factor)), out)
-
-    return _step(emit, types.void(_A, _A, _F, like))
 
 
 merge_elements, stream_merged_elements = _merge_elements(False), _merge_elements(True)

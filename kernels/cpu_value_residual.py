@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 
 from agentcache.kernels.cpu_compile import compiled
 from agentcache.kernels.cpu_plan import DIM, ESIZE, GROUPS, HEADS
 from agentcache.kernels.cpu_quantize_gather import nibble_word, value_row
 from agentcache.kernels.cpu_simd import float_of, nibble_error8, nibble_error32, squares8, squares32
+from agentcache.kernels.cpu_team import share
 
-__all__ = ["residual_items"]
+__all__ = ["residual"]
 
 
-@compiled
-def residual_items(low, high, start, geometry, pages, table, v_cells, out, scratch, like):
+@njit(error_model="numpy")
+def _loop(low, high, start, geometry, pages, table, v_cells, out, like):
     """Writes e^V of the tokens `[low, high)` from position `start` on.
 
     Args:
@@ -25,11 +27,11 @@ def residual_items(low, high, start, geometry, pages, table, v_cells, out, scrat
         table: int64 page table.
         v_cells: int64 `[H, B, D]`.
         out: float32 `[N]`.
-        scratch: uint8 `[D * element size]`.
         like: An array of the element type.
     """
     dim, size, groups = geometry[DIM], geometry[ESIZE], geometry[GROUPS]
     width = dim // groups
+    scratch = np.zeros(dim * size, np.uint8)
     for token in range(low, high):
         error, norm = np.float32(0.0), np.float32(0.0)
         for layer in range(len(pages)):
@@ -49,3 +51,10 @@ def residual_items(low, high, start, geometry, pages, table, v_cells, out, scrat
                         error += nibble_error8(part, inverse, zero, scale, like)
                         norm += squares8(part, like)
         out[token] = np.sqrt(error / norm) if norm > 0 else np.float32(0.0)
+    scratch[0] = 0  # numba frees an array after its last use
+
+
+@compiled
+def residual(team, threads, shares, items, *arguments):
+    """Writes e^V of all tokens on a team of threads."""
+    return share(team, threads, shares, items, _loop, arguments)

@@ -33,7 +33,6 @@ class Kernels:
         rotation: How keys turn when they move; None refuses every shift.
         device: Where the pages are.
         implementation: `numba` (CPU), `triton` (GPU), `reference` (anywhere, slow), or `auto`: the fast one of the device.
-        cpus: Cores of the CPU implementation's helper threads; None takes those that torch's own threads are pinned to.
 
     Attributes:
         implementation: The name of the chosen one.
@@ -52,7 +51,6 @@ class Kernels:
         rotation: Rotation | None = None,
         device: torch.device | str = "cpu",
         implementation: str = "auto",
-        cpus: Iterable[int] | None = None,
     ) -> None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation={implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
@@ -62,7 +60,7 @@ class Kernels:
             raise ValueError(f"rotary_dim={rotation.rotary_dim} does not fit a head dim of {layout.shape[2]}")
         self.setting = Setting(layout, layers, dtype, torch.device(device), rotation)
         self.format(Tag.K8V4)  # refuses a head dim that cannot be packed
-        self._backend = _build(self.setting, implementation, cpus)
+        self._backend = _build(self.setting, implementation)
         self.implementation = self._backend.name
 
     def format(self, tag: str) -> PackedFormat:
@@ -205,15 +203,15 @@ class Kernels:
         return table, len(table) * setting.layout.shape[1]
 
 
-def _build(setting: Setting, implementation: str, cpus: Iterable[int] | None) -> Backend:
+def _build(setting: Setting, implementation: str) -> Backend:
     if implementation != "auto":
-        return _load(setting, implementation, cpus)
+        return _load(setting, implementation)
     fast = "numba" if setting.device.type == "cpu" else "triton"
     try:
-        backend = _load(setting, fast, cpus)
+        backend = _load(setting, fast)
     except RuntimeError as error:
         _say_once(logging.WARNING, f"no {fast} kernels ({error}); the reference kernels are many times slower")
-        return _load(setting, "reference", cpus)
+        return _load(setting, "reference")
     _say_once(logging.INFO, f"{fast} kernels on {setting.device}")
     return backend
 
@@ -223,7 +221,7 @@ def _say_once(level: int, message: str) -> None:
     logger.log(level, message)
 
 
-def _load(setting: Setting, implementation: str, cpus: Iterable[int] | None) -> Backend:
+def _load(setting: Setting, implementation: str) -> Backend:
     if implementation == "reference":
         return importlib.import_module("agentcache.kernels.reference_backend").ReferenceBackend(setting)
     if implementation == "numba":
@@ -233,7 +231,7 @@ def _load(setting: Setting, implementation: str, cpus: Iterable[int] | None) -> 
             module = importlib.import_module("agentcache.kernels.cpu_backend")
         except ImportError as error:
             raise RuntimeError(f"numba cannot be imported ({error}); install numba") from error
-        return module.CpuBackend(setting, cpus)
+        return module.CpuBackend(setting)
     try:
         module = importlib.import_module("agentcache.kernels.triton_backend")
     except ImportError as error:

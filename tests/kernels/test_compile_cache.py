@@ -9,11 +9,11 @@ from agentcache.kernels import cpu_compile
 BUILD = """if True:
     import torch
     from agentcache.kernels import Kernels, PageLayout, Strides
-    from agentcache.kernels.cpu_value_residual import residual_items
+    from agentcache.kernels.cpu_value_residual import residual
     shape = (1, 32, 32)
     layout = PageLayout.from_strides(shape, 2048, Strides(0, 0, 1, 32), Strides(1024, 0, 32, 1))
     Kernels(layout, layers=1, dtype=torch.bfloat16, implementation="numba")
-    stats = residual_items.stats
+    stats = residual.stats
     print(len(stats.cache_hits), len(stats.cache_misses))
 """
 
@@ -30,11 +30,11 @@ def test_the_next_process_loads_what_this_one_compiled(tmp_path):
 
 
 def test_another_source_has_another_key(monkeypatch):
-    from agentcache.kernels.cpu_value_residual import residual_items
+    from agentcache.kernels.cpu_value_residual import residual
 
     def key():
-        (codegen,) = (residual_items.targetctx.codegen(),)
-        return residual_items._cache._index_key((), codegen)
+        (codegen,) = (residual.targetctx.codegen(),)
+        return residual._cache._index_key((), codegen)
 
     before = key()
     assert before == key()
