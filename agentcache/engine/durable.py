@@ -110,7 +110,12 @@ class DurableTier:
     def _tell(self, result: Callable[[], None]) -> None:
         """In a thread: hands a result to the scheduler's thread, and then looks at the counters."""
         self._results.put(result)
-        self._stats = self.store.stats()  # the thread's log says so when a store cannot give them
+        stats = self.store.stats()  # the thread's log says so when a store cannot give them
+        self._results.put(partial(self._note_stats, stats))
+
+    def _note_stats(self, stats: tuple[StoreStats, ...]) -> None:
+        if stats != self._stats:
+            self._stats, self._news = stats, True
 
     # -- down ----------------------------------------------------------------------------------------------------------
 
