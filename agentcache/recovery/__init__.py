@@ -5,25 +5,53 @@
 | `prefix_cache` | yes | nothing after P is restored | prefix caching |
 | `direct_reuse` | no | empty | the stale cache |
 | `edit_local` | no | the first k tokens after each edit, or to the end of the unit it lies in | Contiguity/EditLocal |
+| `edit_local_boundary` | no | to the end of the unit that each edit lies in | Contiguity/EditLocal |
+| `structural` | no | delimiter tokens, nearest to the edit first | Contiguity/EditLocal, after Li 2026 |
+| `random` | no | random blocks | the control arm of both |
+| `epic` | no | the first k tokens of each reused run | EPIC |
+| `patchkv` | no | blocks of a dirty window and of the most attended tokens beyond it | PatchKV |
+| `attention_blocks` | no | small blocks by stored attention, and a short window after each edit | ours |
+| `edit_to_carrier` | no | one run from the edit to the last highly attended block | ours |
 
-A policy is one file with one frozen dataclass under `@register`, and its line below.
+Every policy can be bounded: `max_tokens`, `max_share` (of S) and `max_generations` are options of all, see `Bounds`.
+
+A policy is one file with one frozen dataclass under `@register`, and its line below. It returns its most important runs first.
 """
 
+from agentcache.recovery.attention_blocks import AttentionBlocks
 from agentcache.recovery.base import PolicyContext, RecoveryPlan, RecoveryPolicy
+from agentcache.recovery.bounds import Bounded, Bounds
 from agentcache.recovery.conformance import check_policy
 from agentcache.recovery.direct_reuse import DirectReuse
 from agentcache.recovery.edit_local import EditLocal
+from agentcache.recovery.edit_local_boundary import EditLocalBoundary
+from agentcache.recovery.edit_to_carrier import EditToCarrier
+from agentcache.recovery.epic import Epic
+from agentcache.recovery.length_model import LengthModel
+from agentcache.recovery.patchkv import PatchKV
 from agentcache.recovery.planner import plan
 from agentcache.recovery.prefix_cache import PrefixCache
+from agentcache.recovery.random_blocks import Random
 from agentcache.recovery.registry import get_policy, policy_names, register
+from agentcache.recovery.structural import Structural
 
 __all__ = [
+    "AttentionBlocks",
+    "Bounded",
+    "Bounds",
     "DirectReuse",
     "EditLocal",
+    "EditLocalBoundary",
+    "EditToCarrier",
+    "Epic",
+    "LengthModel",
+    "PatchKV",
     "PolicyContext",
     "PrefixCache",
+    "Random",
     "RecoveryPlan",
     "RecoveryPolicy",
+    "Structural",
     "check_policy",
     "get_policy",
     "plan",

@@ -9,11 +9,15 @@ def test_my_policy():
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from operator import index
 
+import numpy as np
+
+from agentcache.errors import ConfigError
 from agentcache.recovery.base import PolicyContext, RecoveryPlan, RecoveryPolicy
+from agentcache.recovery.bounds import Bounded, Bounds
 from agentcache.recovery.planner import plan
 from agentcache.recovery.registry import declaration_fault
 from agentcache.types import AlignedRun, Boundary, BoundaryKind, PromptDiff, Run, complement, merge_runs
@@ -40,20 +44,25 @@ def check_policy(policy: RecoveryPolicy) -> None:
     """Checks one policy on every scenario and changes nothing.
 
     Declares its name, exactness and source; says in its docstring's first line when it is lossy; is frozen,
-    deterministic and pure; selects integer runs, none when it is exact; and its plans keep every invariant of
-    `check_plan`.
+    deterministic and pure; selects integer runs, none when it is exact; its plans keep every invariant of
+    `check_plan`; and it keeps the bounds that every policy takes. It may refuse an edit by ConfigError only where the
+    context lacks something that it could have.
 
     Raises:
         AssertionError: Names the policy, the scenario and what does not hold.
     """
-    _check_declaration(policy)
+    _check_declaration(policy.policy if isinstance(policy, Bounded) else policy)
     for scenario in scenarios():
         where = f"{policy!r} on {scenario.title!r}"
         before = (repr(policy), repr(scenario.context))
+        if _refuses(policy, scenario.context, where):
+            continue
         selected = _selection(policy, scenario.context, where)
         _expect(_selection(policy, scenario.context, where) == selected, f"{where}: two calls of select differ")
         _expect((repr(policy), repr(scenario.context)) == before, f"{where}: select changes the policy or its context")
         _expect(not (policy.exact and selected), f"{where}: an exact policy selects nothing, got {selected}")
+        if not policy.exact and not isinstance(policy, Bounded):
+            _check_bounds(policy, scenario.context, selected, where)
         for parent_exact_end, missing, limit in _parents(scenario):
             made = plan(policy, scenario.context, parent_exact_end=parent_exact_end, missing=missing, limit=limit)
             again = plan(policy, scenario.context, parent_exact_end=parent_exact_end, missing=missing, limit=limit)
@@ -139,6 +148,13 @@ def scenarios() -> Iterator[Scenario]:
     yield _scenario("a run used twice", old, [(0, 100), (100, 140), new(5), (100, 140), (140, 400)])
     many = [piece for at in range(0, 400, 20) for piece in ((at, at + 17), new(1 + at % 7))]
     yield _scenario("many edits", old, many)
+    replaced = _scenario("replacement, nothing attended", old, [(0, 120), new(10), (130, 400)])
+    nothing = np.zeros(replaced.context.diff.new_len, dtype=np.float32)
+    yield replace(replaced, context=replace(replaced.context, attention=nothing))
+    yield replace(replaced, title="replacement, all attended", context=replace(replaced.context, attention=nothing + 1))
+    yield _unmeasured("append", old, [(0, 400), new(30)])
+    yield _unmeasured("replacement", old, [(0, 120), new(40), (130, 400), new(25)])
+    yield _unmeasured("moved runs", old, [(0, 100), (200, 300), new(12), (100, 200), (300, 400)])
 
 
 class _Fresh:
@@ -170,7 +186,19 @@ def _scenario(title: str, old: tuple[int, ...], pieces: Sequence[tuple[int, ...]
         Boundary(BoundaryKind.TOOL_RESULT, end // 2, end),
     )
     diff = PromptDiff(len(old), end, tuple(aligned))
-    return Scenario(title, old, PolicyContext(diff, tuple(ids), boundaries))
+    draw = np.random.Generator(np.random.PCG64(end))
+    attention, generations = np.zeros(end, dtype=np.float32), np.zeros(end, dtype=np.int32)
+    for run in aligned:
+        attention[run.new_start : run.new_stop] = draw.random(run.length, dtype=np.float32) ** 8  # a few stand out
+        generations[run.new_start : run.new_stop] = (np.arange(run.old_start, run.old_stop) // 48) % 4
+    token_ids = np.array(ids, dtype=np.int32)
+    return Scenario(title, old, PolicyContext(diff, token_ids, boundaries, attention, generations))
+
+
+def _unmeasured(title: str, old: tuple[int, ...], pieces: Sequence[tuple[int, ...]]) -> Scenario:
+    """Returns a scenario whose context has what it must have and no more."""
+    full = _scenario(f"{title}, unmeasured", old, pieces)
+    return replace(full, context=PolicyContext(full.context.diff, tuple(map(int, full.context.token_ids))))
 
 
 def _parents(scenario: Scenario) -> Iterator[tuple[int, tuple[Run, ...], int]]:
@@ -192,6 +220,33 @@ def _check_declaration(policy: RecoveryPolicy) -> None:
         plain = value is None or isinstance(value, (bool, int, float, str))
         _expect(plain, f"{kind.__qualname__}.{option}={value!r} is no plain JSON value")
     _expect(kind(**options) == policy, f"{policy!r} is not rebuilt by its own options")
+
+
+def _refuses(policy: RecoveryPolicy, context: PolicyContext, where: str) -> bool:
+    """Returns whether a policy refuses a context, which it may only when that lacks something and rows follow an edit."""
+    try:
+        list(policy.select(context))
+    except ConfigError as error:
+        lacks = context.attention is None or context.generations is None or not context.boundaries
+        _expect(lacks, f"{where}: it refuses a context that lacks nothing: {error}")
+        _expect(bool(context.diff.suffix), f"{where}: it refuses where nothing follows an edit: {error}")
+        return True
+    return False
+
+
+def _check_bounds(policy: RecoveryPolicy, context: PolicyContext, free: set[int], where: str) -> None:
+    """Checks that a policy, which selects rows `free`, takes as many of them as a budget allows, and all that are too old."""
+    suffix = {row for run in context.diff.suffix for row in range(run.new_start, run.new_stop)}
+    for bounds, budget in ((Bounds(max_tokens=9), 9), (Bounds(max_share=0.1), len(suffix) // 10)):
+        kept = _selection(Bounded(policy, bounds), context, where)
+        _expect(kept <= free, f"{where}: with {bounds} it selects other rows: {sorted(kept - free)[:8]}")
+        _expect(
+            len(kept) == min(budget, len(free)), f"{where}: with {bounds} it selects {len(kept)} rows of {len(free)}"
+        )
+    if context.generations is not None:
+        old = {row for row in suffix if context.generations[row] >= 2}
+        kept = _selection(Bounded(policy, Bounds(max_generations=2)), context, where)
+        _expect(kept == free | old, f"{where}: rows {sorted(kept ^ (free | old))[:8]} do not follow from their age")
 
 
 def _selection(policy: RecoveryPolicy, context: PolicyContext, where: str) -> set[int]:

@@ -11,7 +11,7 @@ from agentcache.recovery.base import PolicyContext, RecoveryPolicy
 from agentcache.recovery.registry import register
 from agentcache.types import Boundary, Run
 
-__all__ = ["DEFAULT_K", "EditLocal"]
+__all__ = ["DEFAULT_K", "EditLocal", "first_rows", "rows_to_boundary"]
 
 DEFAULT_K = 32
 """The primary budget of the paper."""
@@ -49,12 +49,15 @@ class EditLocal(RecoveryPolicy):
 
     def select(self, context: PolicyContext) -> Iterable[tuple[int, int]]:
         """Returns one window for each aligned run that follows an edit, ascending."""
-        if self.k is not None:
-            return [(run.new_start, min(run.new_start + self.k, run.new_stop)) for run in context.diff.suffix]
-        return _to_boundary(context)
+        return first_rows(context, self.k) if self.k is not None else rows_to_boundary(context)
 
 
-def _to_boundary(context: PolicyContext) -> Iterator[Run]:
+def first_rows(context: PolicyContext, k: int) -> list[Run]:
+    """Returns the first k rows of each aligned run that follows an edit, ascending."""
+    return [Run(run.new_start, min(run.new_start + k, run.new_stop)) for run in context.diff.suffix]
+
+
+def rows_to_boundary(context: PolicyContext) -> Iterator[Run]:
     """Yields, for each join, the run from it to the end of the unit that the edit before it lies in.
 
     A deletion leaves no token behind: it lies where the token after it stands. No tokens where no unit holds the edit,

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentcache.errors import ConfigError
 from agentcache.recovery.base import RecoveryPolicy
+from agentcache.recovery.bounds import Bounded, Bounds
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -52,6 +53,9 @@ def declaration_fault(policy: type[RecoveryPolicy]) -> str | None:
         value = getattr(policy, attribute, None)
         if not isinstance(value, kind) or value == "":
             return f"{attribute}={value!r}; it needs a class attribute {attribute}: ClassVar[{kind.__name__}]"
+    for option in fields(policy):
+        if option.name in Bounds.__dataclass_fields__:
+            return f"its option {option.name} has the name of a bound that every policy takes; rename it"
     return None
 
 
@@ -61,24 +65,31 @@ def policy_names() -> tuple[str, ...]:
 
 
 def get_policy(name: str, options: Mapping[str, Any] | None = None) -> RecoveryPolicy:
-    """Returns the policy of that name with these options.
+    """Returns the policy of that name with these options, its own and those of `Bounds`.
+
+    An exact policy keeps every bound as it is: it reuses no row after an edit.
 
     Raises:
         ConfigError: The name or an option is unknown, or an option's value is not allowed.
     """
     policy = _POLICIES.get(name) or _load_plugin(name)
     given = dict(options or {})
-    types = _option_types(policy)
+    own, common = _option_types(policy), _option_types(Bounds)
     for option, value in given.items():
-        if option not in types:
-            known = ", ".join(types) or "none"
-            raise ConfigError(f"policy {name!r} has no option {option!r}; its options are: {known}")
+        kind = own.get(option) or common.get(option)
+        if kind is None:
+            raise ConfigError(
+                f"policy {name!r} has no option {option!r}; its options are: {', '.join(own) or 'none'}; "
+                f"every policy takes: {', '.join(common)}"
+            )
         try:
-            types[option].validate_python(value, strict=True)
+            kind.validate_python(value, strict=True)
         except ValidationError as error:
             reasons = "; ".join(e["msg"] for e in error.errors())
             raise ConfigError(f"policy {name!r}: {option}={value!r} is not allowed: {reasons}") from error
-    return policy(**given)
+    bounds = Bounds(**{option: given.pop(option) for option in list(given) if option in common})
+    made = policy(**given)
+    return made if made.exact or bounds == Bounds() else Bounded(made, bounds)
 
 
 def check_policy_reaches_engine(policy: RecoveryPolicy, modules: Sequence[str]) -> None:
@@ -88,7 +99,7 @@ def check_policy_reaches_engine(policy: RecoveryPolicy, modules: Sequence[str]) 
         policy: As this process knows it.
         modules: `ConnectorConfig.policy_modules`, which the engine imports.
     """
-    module = type(policy).__module__
+    module = type(policy.policy if isinstance(policy, Bounded) else policy).__module__
     if module.partition(".")[0] == "agentcache" or module in modules or policy.name in _plugins():
         return
     raise ConfigError(
@@ -98,9 +109,9 @@ def check_policy_reaches_engine(policy: RecoveryPolicy, modules: Sequence[str]) 
 
 
 @cache
-def _option_types(policy: type[RecoveryPolicy]) -> dict[str, TypeAdapter[Any]]:
-    hints = get_type_hints(policy)
-    return {field.name: TypeAdapter(hints[field.name]) for field in fields(policy) if field.init}  # type: ignore[arg-type]
+def _option_types(kind: type[Any]) -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(kind)
+    return {field.name: TypeAdapter(hints[field.name]) for field in fields(kind) if field.init}
 
 
 def _plugins() -> dict[str, EntryPoint]:

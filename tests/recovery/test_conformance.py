@@ -11,7 +11,10 @@ from agentcache.recovery import EditLocal, PolicyContext, RecoveryPolicy, check_
 from agentcache.recovery.conformance import check_plan, scenarios
 from agentcache.types import AlignedRun, Run
 
-OPTIONS = {"edit_local": ({}, {"k": 0}, {"k": 7}, {"k": 10_000}, {"to": "boundary"})}
+OPTIONS = {
+    "edit_local": ({}, {"k": 0}, {"k": 7}, {"k": 10_000}, {"to": "boundary"}),
+    "patchkv": ({"window": 40}, {"window": 0, "kappa": 0.2, "count": "tokens", "block": 16}),
+}
 ROWS = [(name, options) for name in policy_names() for options in OPTIONS.get(name, ({},))]
 
 
