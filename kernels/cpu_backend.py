@@ -21,6 +21,7 @@ from agentcache.kernels.packed import PackedRun, Piece, Source, shift_rows
 
 __all__ = ["CpuBackend"]
 
+_SUMS_PER_THREAD = 4  # rows of attention that a thread adds up apart
 _STRETCH = 2048  # most tokens an item: a long run is shared by several threads; a multiple of every group
 
 
@@ -122,7 +123,7 @@ class CpuBackend(Backend):
         limits[:rows] = (positions + 1).clamp(max=tokens).repeat_interleave(per_head)
 
         items = heads * padded // ROWS
-        step = -(-items // (SHARES_PER_THREAD * torch.get_num_threads()))
+        step = -(-items // (_SUMS_PER_THREAD * torch.get_num_threads()))
         out = torch.zeros(-(-items // step), -(-tokens // BLOCK) * BLOCK)
         self._mass(len(out), step, scaled.numpy(), limits.numpy(), page.data_ptr(), table.numpy(), out.numpy())
         return out.sum(0)[:tokens] / (count * query_heads)
@@ -134,7 +135,7 @@ class CpuBackend(Backend):
         out = torch.empty(length)
         addresses = _addresses(pages)
         values = self._geometry.for_pages(addresses)
-        self._residual(length, start, values, addresses, table.numpy(), out.numpy())
+        self._residual(-(-length // BLOCK), start, values, addresses, table.numpy(), out.numpy())
         return out
 
 

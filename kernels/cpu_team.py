@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 __all__ = ["SHARES_PER_THREAD", "share", "team_address"]
 
-SHARES_PER_THREAD = 4  # so that a core that is busy elsewhere holds up a quarter of its work, not all of it
+SHARES_PER_THREAD = 16  # so that a core that is busy elsewhere holds up a sixteenth of its work, not all of it
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _TURN, _FAILED, _ARGUMENTS = range(3)  # fields of what the threads share
