@@ -1,19 +1,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
 
+from agentcache.errors import ConfigError
 from agentcache.recovery import EditLocal, PolicyContext, RecoveryPolicy, check_policy, get_policy, plan, policy_names
 from agentcache.recovery.conformance import check_plan, scenarios
 from agentcache.types import AlignedRun, Run
 
-OPTIONS = {
+OPTIONS: dict[str, tuple[dict[str, object], ...]] = {
+    "attention_blocks": ({}, {"k": 100, "block": 16, "window": 0, "query": 0}),
     "edit_local": ({}, {"k": 0}, {"k": 7}, {"k": 10_000}, {"to": "boundary"}),
-    "patchkv": ({"window": 40}, {"window": 0, "kappa": 0.2, "count": "tokens", "block": 16}),
+    "edit_to_carrier": ({}, {"k": 60, "blocks": 9, "block": 16}),
+    "patchkv": (
+        {"window": 40},
+        {"length_model": "0.5,0.1,0.2,0.3,0,0,0.01", "kappa": 0.2, "count": "tokens", "block": 16, "query": 0},
+        {"window": 0, "kappa": 0},
+    ),
+    "random": ({}, {"k": 50, "block": 1, "seed": 4}),
+    "structural": ({}, {"k": 5, "edge": 3, "ids": "1100, 1200"}),
 }
 ROWS = [(name, options) for name in policy_names() for options in OPTIONS.get(name, ({},))]
 
@@ -82,6 +91,46 @@ def test_a_policy_that_changes_its_context_is_caught() -> None:
         return []
 
     with pytest.raises(AssertionError, match="changes the policy or its context"):
+        check_policy(spoiled(select=select))
+
+
+def test_a_policy_that_writes_into_the_attention_is_caught() -> None:
+    def select(self: RecoveryPolicy, context: PolicyContext) -> list[tuple[int, int]]:
+        if context.attention is not None:
+            context.attention[:] += 1
+        return []
+
+    with pytest.raises(AssertionError, match="changes the policy or its context"):
+        check_policy(spoiled(select=select))
+
+
+def refusing(when: Callable[[PolicyContext], bool]) -> RecoveryPolicy:
+    def select(self: RecoveryPolicy, context: PolicyContext) -> list[tuple[int, int]]:
+        if when(context):
+            raise ConfigError("no")
+        return []
+
+    return spoiled(select=select)
+
+
+def test_a_policy_may_refuse_an_edit_whose_parent_was_not_measured() -> None:
+    check_policy(refusing(lambda context: context.attention is None and bool(context.diff.suffix)))
+
+
+def test_a_policy_that_refuses_what_it_could_do_is_caught() -> None:
+    with pytest.raises(AssertionError, match="refuses a context that lacks nothing: no"):
+        check_policy(refusing(lambda context: context.diff.new_len > 300))
+    with pytest.raises(AssertionError, match="refuses where nothing follows an edit: no"):
+        check_policy(refusing(lambda context: context.attention is None))
+
+
+def test_a_policy_that_chooses_otherwise_when_it_is_bounded_is_caught() -> None:
+    calls = itertools.count()
+
+    def select(self: RecoveryPolicy, context: PolicyContext) -> list[tuple[int, int]]:
+        return [(0, 500) if next(calls) % 6 < 3 else (130, 131)]
+
+    with pytest.raises(AssertionError, match=r"with Bounds\(max_tokens=9.* it selects 1 rows of"):
         check_policy(spoiled(select=select))
 
 

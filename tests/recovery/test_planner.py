@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agentcache.recovery import DirectReuse, EditLocal, PolicyContext, PrefixCache, RecoveryPlan, RecoveryPolicy, plan
 from agentcache.recovery.conformance import check_plan
 from agentcache.types import AlignedRun, PromptDiff, Run
+from tests.recovery.contexts import UNTIMED
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ policies = st.one_of(
 )
 
 
+@UNTIMED
 @given(case=cases(), policy=policies)
 def test_a_plan_is_what_the_definition_says_row_by_row(case: Case, policy: RecoveryPolicy) -> None:
     made = case.plan(policy)
@@ -150,12 +152,14 @@ def test_a_plan_is_what_the_definition_says_row_by_row(case: Case, policy: Recov
     assert (made.first_approximate, made.exact) == (first, first is None)
 
 
+@UNTIMED
 @given(case=cases(), policy=policies)
 def test_every_row_after_the_first_approximate_one_is_approximate(case: Case, policy: RecoveryPolicy) -> None:
     exact = [row.exact for row in reference(policy, case)]
     assert exact == sorted(exact, reverse=True)
 
 
+@UNTIMED
 @given(case=cases(alphabet=2), policy=policies)
 def test_no_row_is_called_exact_that_is_not_even_when_the_diff_misses_common_tokens(
     case: Case, policy: RecoveryPolicy
@@ -169,6 +173,7 @@ def test_no_row_is_called_exact_that_is_not_even_when_the_diff_misses_common_tok
             assert case.old[: row + 1] == list(case.context.token_ids)[: row + 1]
 
 
+@UNTIMED
 @given(case=cases(alphabet=3), policy=policies)
 def test_every_plan_keeps_the_shipped_invariants(case: Case, policy: RecoveryPolicy) -> None:
     check_plan(
@@ -181,6 +186,7 @@ def test_every_plan_keeps_the_shipped_invariants(case: Case, policy: RecoveryPol
     )
 
 
+@UNTIMED
 @given(case=cases(), policy=policies)
 def test_equal_plans_have_equal_digests_and_other_plans_others(case: Case, policy: RecoveryPolicy) -> None:
     made = case.plan(policy)
