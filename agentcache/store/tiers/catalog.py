@@ -100,7 +100,8 @@ class Catalog:
     def refresh(self) -> None:
         """Takes in the versions that were made and removed since the last call; raises OSError."""
         before = self.folder.generation()
-        if before is not None and before == self._synced:
+        again = {file for file, bad in self.unreadable.items() if bad.kind == "unavailable"}
+        if before is not None and before == self._synced and not again:
             return
         names = set(os.listdir(self.folder.versions))
         known = {*self.files.values(), *self.unreadable}
@@ -108,7 +109,7 @@ class Catalog:
             found = Folder.manifest_name(gone)
             if self.unreadable.pop(gone, None) is None and found is not None:
                 self.remove(found[0])
-        for new in sorted(names - known, key=lambda name: (Folder.manifest_name(name) or ("", 0))[1]):
+        for new in sorted((names - known) | (again & names), key=lambda name: (Folder.manifest_name(name) or ("", 0))[1]):
             self._read(new)  # oldest first: a later one cannot claim its objects
         after = self.folder.generation()
         self._synced = after if after == before else None
@@ -124,10 +125,16 @@ class Catalog:
             last_use, bonus = divmod(path.stat().st_mtime_ns, 10**9)
         except FileNotFoundError:
             return
+        except OSError as error:  # one bad sector, or a folder in its place: the other versions are served
+            self.unreadable[file_name] = Refused(f"its manifest cannot be read: {error.strerror or error}", "unavailable")
+            return
         made = self.decode(file_name, data)
+        if isinstance(made, Manifest) and made.name in self.files:  # saved once more while the first could not be read
+            made = Refused("there is another manifest of this version", "corrupt")
         if isinstance(made, Refused):
             self.unreadable[file_name] = made
         else:
+            self.unreadable.pop(file_name, None)
             self.add(made, max(last_use, 0), bonus)
 
     def decode(self, file_name: str, data: bytes) -> Manifest | Refused:

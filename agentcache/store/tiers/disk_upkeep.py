@@ -95,14 +95,13 @@ def collect_folder(catalog: Catalog) -> GcReport | Refused:
     """Removes what no version needs; to be called by the writer, on an up-to-date catalog; raises OSError.
 
     Damaged manifests go, and with them the payloads that only they named. When a manifest is of another format, it cannot
-    be told which payloads it needs: then nothing is removed.
+    be told which payloads it needs: then nothing is removed. Nor when one cannot be read.
     """
     folder = catalog.folder
-    foreign = [file for file, bad in catalog.unreadable.items() if bad.kind == "foreign"]
-    if foreign:
-        return Refused(
-            f"{len(foreign)} versions are of another format, so nothing was removed ({foreign[0]})", "foreign"
-        )
+    unknown = [(file, bad) for file, bad in catalog.unreadable.items() if bad.kind != "corrupt"]
+    if unknown:
+        (file, bad), more = unknown[0], len(unknown) - 1
+        return Refused(f"nothing was removed: {file}: {bad.reason}" + f" (and {more} others)" * bool(more), bad.kind)
     freed = manifests = payloads = 0
     if catalog.unreadable:
         with folder.change(catalog.latest_sequence):

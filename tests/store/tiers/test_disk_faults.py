@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentcache.store.tiers import Lost, Manifest, Miss, Refused
+from agentcache.store.tiers import GcReport, Lost, Manifest, Miss, Refused
 from agentcache.store.tiers.conformance_kit import Material, found, refused
 from agentcache.store.tiers.disk import DiskStore
 from tests.store.tiers.backends import FailingFiles, flip
@@ -298,6 +298,35 @@ def test_a_missing_payload_file_is_lost(filled: tuple[Path, Material, Manifest])
         got = store.fetch([e.key for e in manifest.objects], 1)
         assert {blob.kind for blob in got.values() if isinstance(blob, Lost)} == {"absent"}
         assert not any(isinstance(blob, Lost) for blob in store.fetch([e.key for e in manifest.objects], 0).values())
+
+
+def test_a_manifest_that_cannot_be_read_spoils_its_version_alone(filled: tuple[Path, Material, Manifest]) -> None:
+    folder, material, manifest = filled
+    with DiskStore(folder, ROOM, fsync=False) as store:
+        other = material.must_save(store, material.draft("v2"))
+    [path] = (folder / "versions").glob(f"{manifest.name}-*")
+    path.rename(folder / "aside")
+    path.mkdir()
+    with DiskStore(folder, ROOM, fsync=False) as store:
+        refused(store.find("red", "v1"), "unavailable")
+        material.check(store, other)
+        refused(store.gc(), "unavailable")  # it cannot be told which payloads it needs
+        path.rmdir()
+        (folder / "aside").rename(path)
+        again = material.must_save(store, material.draft("v3"))
+        assert store.find("red", "v1") == manifest
+        material.check(store, manifest)
+        path.rename(folder / "aside")
+        path.mkdir()
+    with DiskStore(folder, ROOM, fsync=False) as store:
+        newer = material.must_save(store, material.draft("v1"))
+        path.rmdir()
+        (folder / "aside").rename(path)
+        assert isinstance(store.gc(), Refused | GcReport)
+        for each in (other, again):
+            material.check(store, each)
+        assert store.find("red", "v1") in (manifest, newer)
+        store.check_integrity()
 
 
 # -- folders that cannot be written ------------------------------------------------------------------------------------
