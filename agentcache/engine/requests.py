@@ -160,7 +160,9 @@ async def _recovery(
         report = await _late_report(engine, output, resume)
     elif _is_early(report):
         noted = await _noted(engine, resume)
+        before = report["lost_tokens"]  # those that the scheduler half knew of
         report |= {name: noted[name] for name in _LOAD_FIELDS if name in noted}
+        report["lost_tokens"] += before if "lost_tokens" in noted else 0
     return RecoveryReport.model_validate(report | {"diff_ms": diff_ms, "ttft_ms": ttft_ms})
 
 

@@ -292,8 +292,8 @@ class SchedulerHalf:
             recovery.recomputed_tokens = load.recomputed_tokens
             recovery.lost_tokens += load.lost_tokens
             recovery.restore_ms, recovery.recompute_ms = load.restore_ms, load.recompute_ms
-            if load.lost_tokens:
-                recovery.reason = f"{load.lost_tokens} stored rows were lost or corrupt and were recomputed"
+            if recovery.lost_tokens:
+                recovery.reason = f"{recovery.lost_tokens} stored rows were lost or corrupt and were recomputed"
         if report.lost:
             self.index.lose_objects(report.lost)
         for object_id, (size_bytes, tag, lossless) in report.stored.items():
