@@ -72,7 +72,7 @@ class StoreBench:
     tokens: int = 8000
     prompts: int = 50
     context: int = 4096
-    steps: int = 200
+    steps: int = 60
     reps: int = 7
     episodes: int = 1000
     real: int = 50

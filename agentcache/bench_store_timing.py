@@ -191,13 +191,12 @@ def measure_decode(
         AgentCacheError: No save was open after a request's end, or the decoding failed.
     """
     ids = text[:context]
+    cache.generate(ids, max_tokens=1)  # each use keeps it the last to be evicted from vLLM's prefix cache
     stretch = 8
     arms: dict[str, list[list[Window]]] = {"save": [], "idle": []}
     for rep in range(-1, reps):
         for arm in ("save", "idle") if rep % 2 else ("idle", "save"):
             prompts = [(text[i * 211 + (rep + 1) * 97 :] + text)[:STREAM_PROMPT] for i in range(streams)]
-            empty_prefix_cache(cache)
-            cache.generate(ids, max_tokens=1)
             windows: list[Window] = []
             with _decoding(cache, prompts) as running:
                 while sum(window.steps for window in windows) < steps:

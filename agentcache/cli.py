@@ -179,7 +179,7 @@ def bench_store(
     tokens: Annotated[int, typer.Option(min=64, help="Length of the prompt whose checkpoint is weighed.")] = 8000,
     prompts: Annotated[int, typer.Option(min=1, max=120, help="Prompts whose next tokens are compared.")] = 50,
     context: ContextOption = 4096,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each arm in each repetition.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each arm in each repetition.")] = 60,
     reps: RepsOption = 7,
     episodes: Annotated[int, typer.Option(min=2, help="Paused episodes in one store.")] = 1000,
     real: Annotated[
@@ -196,7 +196,7 @@ def bench_store(
 ) -> None:
     """Measure checkpoints: their bytes, what their precision costs, and how fast they are saved and restored.
 
-    On SmolLM2 and two cores the parts take about 3 (payload), 3 (decode), 1 (resume), 1 (restore) and 15 minutes (episodes).
+    On SmolLM2 and two cores the parts take about 3 (payload), 2 (decode), 1 (resume), 1 (restore) and 10 minutes (episodes).
     """
     if go_on and json_path is None:
         raise ConfigError("--resume goes on with the file that --json names: give --json")

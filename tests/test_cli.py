@@ -181,7 +181,7 @@ def test_bench_store_passes_its_options(run: Run, calls: list[Any], tmp_path: Pa
 def test_bench_store_measures_every_part_by_default(run: Run, calls: list[Any]) -> None:
     assert run("bench", "store") == 0
     [(args, named)] = calls
-    assert args == (("smollm2", 8000, 50, 4096, 200, 7, 1000, 50),)
+    assert args == (("smollm2", 8000, 50, 4096, 60, 7, 1000, 50),)
     assert named["parts"] == ["payload", "decode", "resume", "restore", "episodes"]
 
 
