@@ -73,4 +73,4 @@ class LengthModel:
 
     def to_text(self) -> str:
         """Returns the model as a policy's option; `from_text` gives it back."""
-        return ",".join(map(repr, self.coefficients))
+        return ",".join(repr(float(value)) for value in self.coefficients)

@@ -90,7 +90,8 @@ def stored_attention(context: PolicyContext, policy: str) -> Scores:
 
 
 def by_block(rows: npt.NDArray[Any], block: int, fill: Any) -> npt.NDArray[Any]:
-    """Returns values of rows `[T]` as `[N, B]`, the last block filled up."""
+    """Returns values of rows `[T]` as `[N, B]`, the last block filled up; a block that is longer than the prompt ends with it."""
+    block = max(1, min(block, len(rows)))
     padded = np.full(-(-len(rows) // block) * block, fill, dtype=rows.dtype)
     padded[: len(rows)] = rows
     return padded.reshape(-1, block)
@@ -110,7 +111,7 @@ def blocks_within(ranked: Indices, sizes: Indices, budget: int) -> Indices:
         sizes: Tokens that each block costs, `[N]`.
         budget: Tokens.
     """
-    return ranked[: int(np.searchsorted(np.cumsum(sizes[ranked]), budget, side="right"))]
+    return ranked[: np.count_nonzero(np.cumsum(sizes[ranked]) <= budget)]
 
 
 def mask_runs(rows: Mask) -> list[Run]:

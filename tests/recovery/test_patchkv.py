@@ -128,6 +128,10 @@ def test_a_length_model_survives_its_text(beta: tuple[float, ...]) -> None:
     assert LengthModel.from_text(LengthModel(beta).to_text()) == LengthModel(beta)
 
 
+def test_the_text_of_fitted_coefficients_holds_plain_numbers() -> None:
+    assert LengthModel(tuple(np.linspace(0, 3, 7))).to_text() == "0.0,0.5,1.0,1.5,2.0,2.5,3.0"
+
+
 @pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4,5,6,x", "1,2,3,4,5,6,nan"])
 def test_a_length_model_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not allowed; take 7"):

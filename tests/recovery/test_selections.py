@@ -226,6 +226,15 @@ def test_without_a_carrier_in_reach_the_window_remains() -> None:
     assert made.recompute == (Run(300, 336), Run(560, 568))
 
 
+@pytest.mark.parametrize("name", ["random", "attention_blocks", "edit_to_carrier", "patchkv"])
+def test_numbers_beyond_all_measure_mean_the_whole_suffix_and_cost_no_memory(name: str) -> None:
+    own = {"patchkv": {"window": 1, "kappa": 1}}.get(name, {"k": 10**30})
+    policy = get_policy(name, {"block": 10**15, **own})
+    context = edited(attention=np.ones(1010, dtype=np.float32))
+    made = plan(policy, context, parent_exact_end=1000, limit=1009)
+    assert (made.load_end, made.repair_tokens) == (300, 0), "nothing is left to restore after the edit"
+
+
 # refusals that several share
 
 
