@@ -3,12 +3,15 @@
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
-from agentcache.kernels import Kernels, Piece, Source, TableRotation, Tag
+from agentcache.kernels import Kernels, Piece, Source, TableRotation, Tag, cpu_simd_rows
+from agentcache.kernels.cpu_simd_rows import dot_lines8
 from tests.kernels.cases import LAYOUTS, bits, make_layout, make_pages, poisoned
 
 LAYERS, HEADS, PAGES = 2, 3, 9
@@ -154,6 +157,33 @@ def test_attention_mass_is_the_twins(data):
     ours, theirs = numba.attention_mass(*arguments), twin.attention_mass(*arguments)
     assert torch.allclose(ours, theirs, atol=2e-6)
     assert float(ours.sum()) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_many_query_rows_are_shared_by_threads(kind):
+    numba, twin = pair(kind, 32, 64, torch.bfloat16, 64, False)
+    (page, _) = make_pages(numba.setting.layout, LAYERS, PAGES, torch.bfloat16, 8)
+    table, tokens = torch.randperm(PAGES), PAGES * 32 - 5
+    positions = torch.randint(0, tokens, (43,))
+    arguments = (torch.randn(43, 3 * HEADS, 64), positions, page, table, tokens, 0.05)
+    assert torch.allclose(numba.attention_mass(*arguments), twin.attention_mass(*arguments), atol=2e-6)
+
+
+@pytest.mark.parametrize("lanes", [8, 32])
+def test_dot_products_of_any_vector_length(monkeypatch, lanes):
+    monkeypatch.setattr(cpu_simd_rows, "_DOT_LANES", lanes)
+
+    @njit
+    def dots(queries, keys, out, like):
+        dot_lines8(queries.ctypes.data, 48, keys.ctypes.data, 4 * 40, out.ctypes.data, 4 * 35, like)
+
+    queries, keys = (
+        np.random.default_rng(n).standard_normal((n, m)).astype(np.float32) for n, m in ((8, 48), (48, 40))
+    )
+    out = np.full((8, 35), np.nan, np.float32)
+    dots(queries, keys, out, np.empty(0, np.float32))
+    assert np.allclose(out[:, :32], queries @ keys[:, :32], atol=1e-5)
+    assert np.isnan(out[:, 32:]).all()
 
 
 @settings(max_examples=30, deadline=None)
