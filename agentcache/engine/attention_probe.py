@@ -25,6 +25,9 @@ QUERY_TOKENS = 32
 rows no query of the prompt can see."""
 
 SAMPLED_LAYERS = 4
+"""On 17 prompts of MuSiQue passages (930 to 7,941 tokens, SmolLM2-135M with 30 layers) the block risks of these four have a
+rank correlation of 0.97 with those of all layers and name 94 % of the riskiest 5 % of the blocks; two layers 0.94 and the same
+share, eight 0.98 and 98 %. Four late layers alone correlate by 0.4 only (6 prompts), so they are spread."""
 
 
 def sampled_layers(layers: int) -> list[int]:
