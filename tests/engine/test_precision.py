@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import get_args
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from agentcache.config import Precision
 from agentcache.engine import precision
 from agentcache.engine.precision import (
     ALPHA,
@@ -119,11 +123,15 @@ def test_sources_are_the_runs_of_equal_tags(tags, start, last):
     sources = list(tagged_sources(start, stop, tags))
     covered = [(row, source.tag) for source in sources for row in range(source.start, source.start + source.length)]
     assert covered == [(row, tags[(row - start) // BLOCK]) for row in range(start, stop)]
-    assert all(a.tag != b.tag for a, b in zip(sources, sources[1:], strict=False))
+    assert all(a.tag != b.tag for a, b in pairwise(sources))
 
 
 def test_a_run_ends_where_its_rows_end():
     assert list(tagged_sources(5, 5 + 40, [Tag.K8V4, Tag.K8V4])) == [Source(5, 40, Tag.K8V4)]
+
+
+def test_settings_take_what_is_known():
+    assert {*get_args(Precision)} == known_precisions()
 
 
 def test_every_format_and_mixed_are_known():
