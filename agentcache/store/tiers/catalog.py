@@ -109,7 +109,9 @@ class Catalog:
             found = Folder.manifest_name(gone)
             if self.unreadable.pop(gone, None) is None and found is not None:
                 self.remove(found[0])
-        for new in sorted((names - known) | (again & names), key=lambda name: (Folder.manifest_name(name) or ("", 0))[1]):
+        for new in sorted(
+            (names - known) | (again & names), key=lambda name: (Folder.manifest_name(name) or ("", 0))[1]
+        ):
             self._read(new)  # oldest first: a later one cannot claim its objects
         after = self.folder.generation()
         self._synced = after if after == before else None
@@ -126,7 +128,9 @@ class Catalog:
         except FileNotFoundError:
             return
         except OSError as error:  # one bad sector, or a folder in its place: the other versions are served
-            self.unreadable[file_name] = Refused(f"its manifest cannot be read: {error.strerror or error}", "unavailable")
+            self.unreadable[file_name] = Refused(
+                f"its manifest cannot be read: {error.strerror or error}", "unavailable"
+            )
             return
         made = self.decode(file_name, data)
         if isinstance(made, Manifest) and made.name in self.files:  # saved once more while the first could not be read

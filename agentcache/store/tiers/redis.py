@@ -71,10 +71,12 @@ class RedisStore(Tier):
         self.save_s = save_s
         self._server = Server(url, prefix, timeout_s, retry_s)
         self._own: set[str] = set()
+        self._doomed: set[str] = set()  # saves that are over, as the server has yet to hear
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def _prepare(self, manifest: Manifest, reserve_bytes: int) -> str | Refused:
+        self._end_doomed()
         ticket = f"redis-{secrets.token_hex(16)}"
         kept = [entry for entry in manifest.objects if entry.parts]
         made = self._server.run(
@@ -94,6 +96,7 @@ class RedisStore(Tier):
             " ".join(map(_entry_text, kept)),
         )
         if isinstance(made, Refused):
+            self._doomed.add(ticket)  # it may be open: an answer can be lost after it was given
             return made
         fault = self._answer(made, manifest)
         if fault is None:
@@ -187,7 +190,15 @@ class RedisStore(Tier):
 
     def _abort(self, ticket: str) -> None:
         self._own.discard(ticket)
-        self._server.run(scripts.ABORT, ticket)  # a server that does not answer ends the save by itself, after `save_s`
+        self._doomed.add(ticket)
+        self._end_doomed()
+
+    def _end_doomed(self) -> None:
+        """Ends saves that are over; what a server does not hear now it hears before the next save, or ends after `save_s`."""
+        for ticket in [*self._doomed]:
+            if isinstance(self._server.run(scripts.ABORT, ticket), Refused):
+                return
+            self._doomed.discard(ticket)
 
     def _answer(self, made: Any, manifest: Manifest) -> Refused | None:
         """Returns what a script's answer means."""

@@ -100,12 +100,12 @@ def test_a_server_that_lost_everything_is_an_empty_store(redis_server: RedisProc
 
 def test_a_frozen_server_costs_one_timeout_and_then_nothing(server: RedisProcess) -> None:
     material = Material()
-    with open_redis(server, timeout_s=0.1, retry_s=3600) as store:
+    with open_redis(server, timeout_s=1.0, retry_s=3600) as store:
         material.must_save(store, material.draft("v1"))
         os.kill(server.pid, signal.SIGSTOP)
         try:
             refused(store.find("red", "v1"), "unavailable")
-            for _ in range(100):  # with a timeout each this would be ten seconds
+            for _ in range(100):  # with a timeout each this would be a hundred seconds
                 made = store.find("red", "v1")
                 assert "asked again in" in str(made)
         finally:
