@@ -105,6 +105,7 @@ class StepOrders(KVConnectorMetadata):
         cancel: Requests whose background load is no longer wanted.
         notes: `(namespace, version)` to the JSON report so far, kept for whoever asks the worker.
         scheduled_tokens: What vLLM itself computes in this step.
+        hurry: Whether a request waits for an open save.
         clear: Whether to drop every object first.
         index: The checkpoint index's counters when they changed, for whoever asks the worker.
         tier: The same of the scheduler half's handle of the durable tier.
@@ -118,6 +119,7 @@ class StepOrders(KVConnectorMetadata):
     cancel: list[str] = field(default_factory=list)
     notes: dict[tuple[str, str], dict[str, object]] = field(default_factory=dict)
     scheduled_tokens: int = 0
+    hurry: bool = False
     clear: bool = False
     index: dict[str, object] = field(default_factory=dict)
     tier: dict[str, object] = field(default_factory=dict)

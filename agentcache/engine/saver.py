@@ -35,7 +35,7 @@ __all__ = ["Saver"]
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SAVE_TOKENS = 4096  # rows gathered a step when nothing else runs: a new request waits no longer than that
+_IDLE_SAVE_TOKENS = 4096  # rows gathered a step when nothing else runs, or a request waits for them
 _IDLE_PIECE_TOKENS = 512  # what a piece of measuring counts as there
 
 _Work = Generator[int | None, None, None]
@@ -66,22 +66,34 @@ class Saver:
         self.store = store
         self._saves: deque[_Save] = deque()
         self._finished: set[str] = set()
+        self._credit = 0  # rows that may be gathered
 
     def add(self, orders: Iterable[SaveOrder]) -> None:
         """Opens saves."""
         self._saves.extend(_Save(order) for order in orders)
 
-    def advance(self, runtime: Runtime | None, scheduled_tokens: int, report: StepReport) -> None:
-        """Does all that fits in the share of a step that computes `scheduled_tokens` tokens; adds to the report."""
-        budget = self.config.save_tokens_per_step if scheduled_tokens else _IDLE_SAVE_TOKENS
-        while self._saves and budget > 0:
+    def advance(
+        self, runtime: Runtime | None, scheduled_tokens: int, report: StepReport, *, hurry: bool = False
+    ) -> None:
+        """Does all that fits in the share of a step that computes `scheduled_tokens` tokens; adds to the report.
+
+        Args:
+            runtime: The rank's, once it is attached.
+            scheduled_tokens: What vLLM computes in this step.
+            report: Of this step.
+            hurry: Whether a request waits for a save: then it comes before the steps of those that decode.
+        """
+        shared = bool(scheduled_tokens) and not hurry
+        # Objects have more rows than a step's share: what one takes beyond it, later steps do without.
+        self._credit = min(self._credit, 0) + self.config.save_tokens_per_step if shared else _IDLE_SAVE_TOKENS
+        while self._saves and self._credit > 0:
             save = self._saves[0]
             if save.work is None:
                 save.work = _work(save, runtime, self.store)
             for rows in save.work:
-                piece = budget if scheduled_tokens else _IDLE_PIECE_TOKENS
-                budget -= piece if rows is None else rows
-                if budget <= 0:
+                piece = self._credit if shared else _IDLE_PIECE_TOKENS
+                self._credit -= piece if rows is None else rows
+                if self._credit <= 0:
                     break
             else:
                 self._finish(self._saves.popleft(), report)

@@ -175,6 +175,7 @@ class SchedulerHalf:
             state.give_up(local)
             return 0, False
         if state.parent.state == "saving":
+            self._orders.hurry = True
             return None, False
         if state.sought_at is not None:
             state.recovery.fetch_ms = (time.perf_counter() - state.sought_at) * 1e3

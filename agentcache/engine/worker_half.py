@@ -255,7 +255,7 @@ class WorkerHalf:
     def finish_step(self, orders: StepOrders) -> None:
         """Gathers rows of finished requests: all that fits in the step's share."""
         self.saver.add(orders.saves)
-        self.saver.advance(self.runtime, orders.scheduled_tokens, self._report)
+        self.saver.advance(self.runtime, orders.scheduled_tokens, self._report, hurry=orders.hurry)
         if self.tier is not None:
             if not orders.scheduled_tokens and not self.saver.pending and not self._background:
                 self.tier.wait(_IDLE_S)

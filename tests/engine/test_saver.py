@@ -52,9 +52,9 @@ def spied(engine: Engine, *names: str, fail: str | None = None):
     steps = [0]
     runtime, advance = engine.runtime, engine.worker.saver.advance
 
-    def counted(*args):
+    def counted(*args, **more):
         steps[0] += 1
-        advance(*args)
+        advance(*args, **more)
 
     def spy(name):
         plain = getattr(runtime, name)

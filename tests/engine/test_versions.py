@@ -18,10 +18,12 @@ def test_a_child_whose_parent_is_still_being_saved_waits(start_engine, tiny, ref
     parent = engine.add(OLD, ResumeParams(version="v1"), n=4)
     engine.run(parent)
     assert engine.version("v1").state == "saving"
-    child = engine.add(NEW, lossy("v2"))
     engine.step()
     assert engine.version("v1").state == "saving", "one step saves one object of up to 256 rows"
+    child = engine.add(NEW, lossy("v2"))
+    engine.step()
     assert engine.status(child) == "WAITING"
+    assert engine.version("v1").state == "committed", "a save that a request waits for comes before its share"
     engine.run()
     engine.drain()
     assert child.recovery.reason is None
