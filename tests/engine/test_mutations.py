@@ -198,7 +198,7 @@ def test_ten_thousand_mutated_manifests(told: Told, part: int) -> None:
         desk.losing = rng.randrange(2)
         payload = {"version": f"n{number}", "parent": "v1", "policy": rng.choice(POLICIES), "save": rng.random() < 0.3}
         answer = desk.serve(NEW, payload)
-        reasons["" if answer.reason is None else answer.reason.partition(": ")[0]] += 1
+        reasons[(answer.reason or "").partition(": ")[0].lstrip("0123456789 ")] += 1
         if rng.random() < 0.5:
             desk.half.reset()
         desk.drain()
@@ -206,7 +206,8 @@ def test_ten_thousand_mutated_manifests(told: Told, part: int) -> None:
         desk.drain()
         desk.check()
         assert desk.half.index.stats()["objects"] == 0
-    assert reasons[""] > 200, f"{reasons}: too few mutated manifests were believed to test what comes then"
+    believed = reasons[""] + reasons["stored rows were lost or corrupt and were recomputed"]
+    assert believed > 200, f"too few mutated manifests were believed to test what comes then: {reasons}"
     assert reasons["parent 'v1' cannot be restored"] > 1000, reasons
     desk.close()
 
