@@ -60,6 +60,7 @@ class Seek:
 @dataclass(slots=True)
 class _Demotion:
     version: Version
+    keys: frozenset[str]
     ticket: str = ""
     done: int = 0
     failed: bool = False
@@ -96,6 +97,7 @@ class DurableTier:
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Version] = deque()
         self._owed: OrderedDict[tuple[str, str], Version] = OrderedDict()
+        self._going: set[str] = set()  # objects that open demotions store: what shares them waits, and then shares them below too
         self._preparing = 0
         self._demotions: dict[str, _Demotion] = {}
         self._completing = 0
@@ -127,18 +129,23 @@ class DurableTier:
 
     def _start_demotions(self) -> None:
         while self._waiting and self._preparing + len(self._demotions) + self._completing < _OPEN:
-            version = self._waiting.popleft()
+            version = self._waiting[0]
+            blocks = self.index.objects_of(version) if version.state == "committed" else []
+            going = frozenset(block.key for block in blocks if not block.parts)
+            if not going.isdisjoint(self._going):
+                return
+            self._waiting.popleft()
             if version.state != "committed":
                 continue  # evicted from memory before its turn came
-            blocks = self.index.objects_of(version)
             draft = self._draft(version, blocks)
             sizes = {block.key: block.size_bytes + self.ranks * _HEAD_BYTES for block in blocks}
             ids = {block.key: block.object_id for block in blocks}
             self.index.pin(version)
+            self._going |= going
             self._preparing += 1
-            if not self._down.submit(partial(self._prepare, version, draft, sizes, ids)):
+            if not self._down.submit(partial(self._prepare, _Demotion(version, going), draft, sizes, ids)):
                 self._preparing -= 1
-                self._not_stored(version, Refused("too many saves wait for the store", "unavailable"))
+                self._not_stored(_Demotion(version, going), Refused("too many saves wait for the store", "unavailable"))
 
     def _draft(self, version: Version, blocks: list[BlockObject]) -> Manifest:
         keys = {block.object_id: block.key for block in blocks}
@@ -157,25 +164,40 @@ class DurableTier:
             attention=version.attention,
         )
 
-    def _prepare(self, version: Version, draft: Manifest, sizes: dict[str, int], ids: dict[str, int]) -> None:
+    def _prepare(self, demotion: _Demotion, draft: Manifest, sizes: dict[str, int], ids: dict[str, int]) -> None:
         """In the thread: opens the save below, with what it has lost meanwhile stored again."""
-        made: str | Refused
+        made: str | Manifest | Refused
+        version = demotion.version
         try:
-            here = self.store.holds([entry.key for entry in draft.objects if entry.parts])
+            here = self.store.holds([entry.key for entry in draft.objects])
             draft = draft.with_objects(e if e.key in here else e._replace(parts=()) for e in draft.objects)
             new = [entry.key for entry in draft.new_objects]
-            made = self.store.prepare(draft, sum(sizes[key] for key in new))
+            if here.isdisjoint(new):
+                made = self.store.prepare(draft, sum(sizes[key] for key in new))
+            else:
+                made = self._stored_unheard(draft)
         except Exception as error:
             logger.exception("version %s could not be offered to the store", version.version_id)
             made, new = Refused(f"{type(error).__name__}: {error}", "unavailable"), []
-        self._tell(partial(self._prepared, version, made, [(ids[key], key) for key in new]))
+        self._tell(partial(self._prepared, demotion, made, [(ids[key], key) for key in new]))
 
-    def _prepared(self, version: Version, made: str | Refused, new: list[tuple[int, str]]) -> None:
+    def _stored_unheard(self, draft: Manifest) -> Manifest | Refused:
+        """In the thread: returns the version as it is below, from a save whose answer was lost; or that a relative's was."""
+        found = self.store.find(draft.namespace, draft.version)
+        if isinstance(found, Manifest) and {e.key for e in found.objects} <= {e.key for e in draft.objects}:
+            return found
+        return Refused("rows that it shares are below from a save whose answer was lost", "gone")
+
+    def _prepared(self, demotion: _Demotion, made: str | Manifest | Refused, new: list[tuple[int, str]]) -> None:
         self._preparing -= 1
         if isinstance(made, Refused):
-            self._not_stored(version, made)
+            self._not_stored(demotion, made)
             return
-        demotion = _Demotion(version, made)
+        if isinstance(made, Manifest):
+            self._completing += 1
+            self._completed(demotion, made)
+            return
+        demotion.ticket = made
         if new:
             self._demotions[made] = demotion
             self._orders.demote.append(DemoteOrder(made, new))
@@ -195,25 +217,31 @@ class DurableTier:
                 if demotion.failed
                 else self.store.complete(demotion.ticket)
             )
-            if isinstance(made, Refused):
-                self.store.abort(demotion.ticket)
         except Exception as error:
             logger.exception("version %s could not be stored", demotion.version.version_id)
             made = Refused(f"{type(error).__name__}: {error}", "unavailable")
-        self._tell(partial(self._completed, demotion.version, made))
+        if isinstance(made, Refused):
+            try:
+                self.store.abort(demotion.ticket)
+            except Exception:
+                logger.exception("the save of version %s could not be ended", demotion.version.version_id)
+        self._tell(partial(self._completed, demotion, made))
 
-    def _completed(self, version: Version, made: Manifest | Refused) -> None:
+    def _completed(self, demotion: _Demotion, made: Manifest | Refused) -> None:
         self._completing -= 1
         if isinstance(made, Refused):
-            self._not_stored(version, made)
+            self._not_stored(demotion, made)
             return
+        self._going -= demotion.keys
         self.index.note_parts({entry.key: entry.parts for entry in made.objects})
-        self.index.unpin(version)
+        self.index.unpin(demotion.version)
         self._news = True
         while self._owed:  # it takes versions again
             self._waiting.append(self._owed.popitem(last=False)[1])
 
-    def _not_stored(self, version: Version, refused: Refused) -> None:
+    def _not_stored(self, demotion: _Demotion, refused: Refused) -> None:
+        version = demotion.version
+        self._going -= demotion.keys
         self.index.unpin(version)
         self._news = True
         logger.warning("version %s stays in memory only: %s", version.version_id, refused.reason)
