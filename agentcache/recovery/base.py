@@ -52,7 +52,10 @@ class RecoveryPolicy(ABC):
 
     @abstractmethod
     def select(self, context: PolicyContext) -> Iterable[tuple[int, int]]:
-        """Returns runs `[start, stop)` of new positions to recompute; the planner clips them to the aligned suffix."""
+        """Returns runs `[start, stop)` of new positions to recompute, the most important first: a budget cuts from the end.
+
+        The planner clips them to the aligned suffix.
+        """
 
 
 @dataclass(frozen=True, slots=True)
