@@ -150,7 +150,7 @@ class Episode:
         self._episode.pause(key, reason=reason)
 
     def resume_hint(self, key: str | None = None) -> None:
-        """Tells subscribers that the episode goes on soon; what only the store below memory has is fetched ahead."""
+        """Tells subscribers, and the engine, that the episode goes on soon; see `AsyncEpisode.resume_hint`."""
         self._episode.resume_hint(key)
 
     def drop(self) -> None:

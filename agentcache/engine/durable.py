@@ -97,7 +97,9 @@ class DurableTier:
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Version] = deque()
         self._owed: OrderedDict[tuple[str, str], Version] = OrderedDict()
-        self._going: set[str] = set()  # objects that open demotions store: what shares them waits, and then shares them below too
+        self._going: set[str] = (
+            set()
+        )  # objects that open demotions store: what shares them waits, and then shares them below too
         self._preparing = 0
         self._demotions: dict[str, _Demotion] = {}
         self._completing = 0

@@ -111,11 +111,11 @@ class AsyncEpisode:
     def resume_hint(self, key: str | None = None) -> None:
         """Tells subscribers that the episode goes on soon; `key` as in `pause` (None: everything that it waits for).
 
-        What the head needs and only the store below memory has is fetched ahead.
+        The head's checkpoint is then evicted last, and what only the store below memory has of it is fetched ahead.
         """
         head = self._recoverable_head()
         if head is not None:
-            self._session.warm(head)
+            self._session.hint(head)
         self._session.bus.emit(KVResumed(episode=self.id, key=key, version=self.head))
 
     def drop(self) -> None:

@@ -185,6 +185,7 @@ class StepReport(KVConnectorWorkerMetadata):
         failed: Requests whose load raised, and their blocks that are not to be trusted.
         demoted: By ticket. Ranks end in different steps.
         staged: By the order's number. The same.
+        hints: `(namespace, version)` that will be resumed soon: they are evicted last.
     """
 
     loads: dict[str, LoadReport] = field(default_factory=dict)
@@ -196,6 +197,7 @@ class StepReport(KVConnectorWorkerMetadata):
     failed: dict[str, set[int]] = field(default_factory=dict)
     demoted: dict[str, Demoted] = field(default_factory=dict)
     staged: dict[int, Staged] = field(default_factory=dict)
+    hints: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def news(self) -> bool:
@@ -230,4 +232,5 @@ class StepReport(KVConnectorWorkerMetadata):
             failed={r: self.failed.get(r, set()) | other.failed.get(r, set()) for r in {*self.failed, *other.failed}},
             demoted=demoted,
             staged=staged,
+            hints=self.hints | other.hints,
         )

@@ -302,6 +302,10 @@ class SchedulerHalf:
         for request_id in report.saved | report.unsaved:
             ok = request_id in report.saved and request_id not in report.unsaved
             self._end_save(request_id, report.attention.get(request_id), ok=ok)
+        for hint in report.hints:
+            version = self.index.lookup(*hint)
+            if version is not None:
+                self.index.expect(version)
         if self.tier is not None:
             self.tier.on_report(report)
         evict: set[int] = set()

@@ -94,10 +94,10 @@ class Session:
                     return found
         return None
 
-    def warm(self, version: str) -> None:
-        """Begins to fetch a version from below memory, if there is such a store; from any thread, and waits for nothing."""
+    def hint(self, version: str) -> None:
+        """Tells the engine that a version will be resumed soon; from any thread, and waits for nothing."""
         engine, loop = self.engine, self.loop
-        if self.store is None or engine is None or loop is None or engine.dead:
+        if engine is None or loop is None or engine.dead:
             return
 
         async def call() -> None:

@@ -59,9 +59,6 @@ class WorkerExtension:
         """Returns this rank's counters."""
         return self._agentcache_half().stats()
 
-    def agentcache_hint(self, namespace: str, version: str) -> bool:
-        """Begins to fetch a version that is likely to be resumed from the tier below; returns whether there is a tier."""
-        tier = self._agentcache_half().tier
-        if tier is not None:
-            tier.warm(namespace, version)
-        return tier is not None
+    def agentcache_hint(self, namespace: str, version: str) -> None:
+        """Notes that a version will be resumed soon."""
+        self._agentcache_half().hint(namespace, version)

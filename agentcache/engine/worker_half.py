@@ -282,6 +282,12 @@ class WorkerHalf:
         report, self._report = self._report, StepReport()
         return report if report.news else None
 
+    def hint(self, namespace: str, version: str) -> None:
+        """Notes that a version will be resumed soon: it is evicted last, and what memory lacks of it is fetched ahead."""
+        self._report.hints.add((namespace, version))
+        if self.tier is not None:
+            self.tier.warm(namespace, version)
+
     def _note(self, key: tuple[str, str], note: dict[str, object]) -> None:
         self.notes[key] = self.notes.get(key, {}) | note
         self.notes.move_to_end(key)

@@ -32,6 +32,8 @@ from agentcache.types import AlignedRun, complement, run_tokens
 
 __all__ = ["Adopted", "CheckpointIndex", "Refusal", "SavePlan", "Version"]
 
+_MOST_EXPECTED = 1024  # groups: what was announced before them counts as any other
+
 
 class CheckpointIndex:
     """Versions as extents of reference-counted objects, inside a byte budget.
@@ -57,6 +59,7 @@ class CheckpointIndex:
         self.budget_bytes = budget_bytes
         self._versions: dict[tuple[str, str], Version] = {}
         self._groups: OrderedDict[tuple[str, str], dict[Version, None]] = OrderedDict()  # least recently used first
+        self._expected: OrderedDict[tuple[str, str], None] = OrderedDict()  # groups that will be resumed soon
         self._doomed: set[Version] = set()  # dropped, but still pinned
         self._objects: dict[int, BlockObject] = {}
         self._keys: dict[str, int] = {}
@@ -83,7 +86,8 @@ class CheckpointIndex:
 
         Every row of `[0, computed)` that no restored row of the parent covers becomes part of a new object, also a row
         that was to be restored but whose object was lost. Evicts what the budget asks for: unpinned versions, those of
-        the least recently used group first, oldest first within a group; never a parent whose rows it shares.
+        the least recently used group first, oldest first within a group, expected groups last; never a parent whose rows
+        it shares.
 
         Args:
             version_id: New in its namespace.
@@ -294,9 +298,20 @@ class CheckpointIndex:
                 self._free(version)
 
     def touch(self, version: Version) -> None:
-        """Marks a version's group as the most recently used."""
+        """Marks a version's group as the most recently used; a resume that was expected has come."""
         assert version.state != "dropped", f"{version.key} was dropped"
-        self._groups.move_to_end((version.namespace, version.group))
+        group = (version.namespace, version.group)
+        self._groups.move_to_end(group)
+        self._expected.pop(group, None)
+
+    def expect(self, version: Version) -> None:
+        """Notes that a version's group will be resumed soon: it is evicted after all that are not expected."""
+        assert version.state != "dropped", f"{version.key} was dropped"
+        group = (version.namespace, version.group)
+        self._expected[group] = None
+        self._expected.move_to_end(group)
+        if len(self._expected) > _MOST_EXPECTED:
+            self._expected.popitem(last=False)
 
     # -- dropping ------------------------------------------------------------------------------------------------------
 
@@ -310,6 +325,7 @@ class CheckpointIndex:
         del group[version]
         if not group:
             del self._groups[version.namespace, version.group]
+            self._expected.pop((version.namespace, version.group), None)
         if version.pins:
             self._doomed.add(version)
         else:
@@ -405,9 +421,16 @@ class CheckpointIndex:
         """Evicts until `needed` bytes fit, which the caller has made sure is possible; returns the freed objects."""
         before = len(self._dropped)
         while self._payload_bytes + self._token_bytes + needed > self.budget_bytes:
-            # Passes over pinned versions only, and those are as few as open requests.
-            victim = next(version for group in self._groups.values() for version in group if not version.pins)
-            self.drop_version(victim)
+            # Passes over pinned versions and expected groups only, and those are few.
+            free = (version for group in self._groups.values() for version in group if not version.pins)
+            rest = (
+                version
+                for name, group in self._groups.items()
+                if name not in self._expected
+                for version in group
+                if not version.pins
+            )
+            self.drop_version(next(rest, None) or next(free))
             self._evictions += 1
         return tuple(self._dropped[before:])
 

@@ -47,6 +47,7 @@ def check_index(index: CheckpointIndex) -> None:
     assert index._payload_bytes + index._token_bytes <= index.budget_bytes, "over budget"
     grouped = [version for group in index._groups.values() for version in group]
     assert all(index._groups.values()), "an empty group"
+    assert index._expected.keys() <= index._groups.keys(), "a group that is gone is expected"
     assert len(grouped) == len(index._versions), "wrong groups"
     assert all(index._versions[version.key] is version for version in grouped), "wrong groups"
     assert all(version.state != "dropped" for version in grouped), "a dropped version can be found"

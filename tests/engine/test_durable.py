@@ -161,6 +161,18 @@ def test_lossy_rows_from_below_stay_approximate(start, reference):
     engine.check()
 
 
+def test_a_version_that_will_be_resumed_is_evicted_last(start_engine, tiny):
+    engine = start_engine(tiny("llama"), extra={"host_bytes": 1_400_000})  # two versions of 307 rows, and no third
+    for name, hinted in (("a", None), ("b", "a"), ("c", None)):
+        if hinted is not None:
+            engine.llm.collective_rpc("agentcache_hint", args=("default", hinted))
+        first_version(engine, name, text(300, seed=len(name) + ord(name)))
+    assert engine.version("a") is not None, "it was used least recently, but hinted at"
+    assert engine.version("b") is None
+    assert engine.version("c") is not None
+    engine.check()
+
+
 def test_a_hint_fetches_ahead(start, url):
     engine = start()
     first_version(engine)

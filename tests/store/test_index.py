@@ -387,3 +387,31 @@ def test_new_objects_are_never_named_twice() -> None:
         names += made.new
         at.drop_version(made.version)
     assert len({new.object_id for new in names}) == len(names) == 10
+
+
+def test_an_expected_group_is_evicted_after_all_others_until_it_was_resumed() -> None:
+    index = CheckpointIndex(ROW, 3 * (100 * ROW + 400))
+
+    def save(name: str) -> Version:
+        plan = index.begin_save(name, "n", name, None, list(range(100)), 100, (), 100)
+        assert isinstance(plan, SavePlan)
+        assert index.commit(plan.version)
+        index.check_integrity()
+        return plan.version
+
+    first, second = save("a"), save("b")
+    save("c")
+    index.expect(first)
+    index.expect(second)
+    save("d")  # "c" is the only one that nobody expects
+    assert {v for _, v in index._versions} == {"a", "b", "d"}
+    index.touch(first)  # it was resumed
+    save("e")
+    assert {v for _, v in index._versions} == {"a", "b", "e"}
+    save("f")
+    assert {v for _, v in index._versions} == {"b", "e", "f"}
+    save("g")
+    index.expect(index.lookup("n", "f"))  # type: ignore[arg-type]
+    index.expect(index.lookup("n", "g"))  # type: ignore[arg-type]
+    save("h")  # all are expected: the least recently used one goes
+    assert {v for _, v in index._versions} == {"f", "g", "h"}
