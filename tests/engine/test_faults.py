@@ -210,7 +210,7 @@ def test_a_failed_exact_resume_and_its_neighbours_are_exact(engine, reference, m
 
 
 def test_a_gather_that_raises_means_no_version(engine, reference, monkeypatch):
-    breaks(monkeypatch, engine.runtime, "gather", after=1)
+    breaks(monkeypatch, engine.runtime, "gather_runs", after=2)
     first = engine.ask(OLD, ResumeParams(version="v1"))
     assert engine.version("v1") is None
     engine.ask([5, 6, 7], n=1)

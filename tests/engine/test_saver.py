@@ -272,10 +272,11 @@ def test_a_save_beside_other_requests_is_spread_over_steps(start_engine, tiny):
             engine.step()
     assert not other.done
     order = [name for _, name, _ in calls]
-    assert order == ["queries", *["attention_mass"] * 4, *["value_residual", "gather_runs"] * 3]
+    assert order == ["queries", *["attention_mass"] * 4, *["value_residual", "gather_runs"] * 5]
     steps = [step for step, *_ in calls]
     assert len({*steps[:5]}) == 5  # the forward and each layer in a step of its own
-    assert steps[5] > steps[4] and len({*steps[5:]}) == 3  # an object a step
+    assert steps[5] > steps[4] and len({*steps[5:]}) == 5  # 128 rows a step, and every other step none
+    assert steps[-1] - steps[5] == 2 * 4
     engine.run()
     engine.check()
 
@@ -284,7 +285,7 @@ def test_an_idle_engine_saves_in_one_step(engine):
     with spied(engine, *WORK) as calls:
         engine.ask(text(600, seed=9), ResumeParams(version="v1"), n=2)
     assert len({step for step, *_ in calls}) == 1
-    assert len(calls) == 1 + 4 + 2 * 3
+    assert len(calls) == 1 + 4 + 2 * 5
 
 
 def test_other_precisions_measure_nothing(start_engine, tiny):
