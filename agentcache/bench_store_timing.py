@@ -35,7 +35,7 @@ RESUME_ARMS: tuple[Precision, ...] = ("exact", "k8v4", "mixed")
 KV_BYTES = 1 << 30  # the engine's own, so that it is the same everywhere
 STREAM_PROMPT = 256
 _WARM_STEPS = 4
-_POLL_S = 0.01
+_POLL_S = 0.05
 _PATIENCE_S = 120.0
 
 Tick = Callable[[], object]
@@ -123,8 +123,9 @@ def _has_open_save(rank: dict[str, Any]) -> bool:
 
 
 def _gaps(times: Sequence[float], begun: float, ended: float) -> list[float]:
+    """Returns the steps, in ms, that began between two times: that in which the request ended did not."""
     at = np.array(times)
-    steps: list[float] = (np.diff(at) * 1e3)[(at[1:] > begun) & (at[:-1] < ended)].tolist()
+    steps: list[float] = (np.diff(at) * 1e3)[(at[:-1] > begun) & (at[:-1] < ended)].tolist()
     return steps
 
 
