@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from agentcache.cache import AgentCache
 from agentcache.engine.wire import Recovery
 from agentcache.errors import ConfigError, EngineDeadError
 from agentcache.events import EventBus, EventKind, KVResumed, Subscriber
@@ -17,6 +19,7 @@ from agentcache.store.tiers import Manifest, open_store
 from agentcache.store.tiers.conformance_kit import Material, found, refused
 from agentcache.store.tiers.memory import MemoryStore
 from agentcache.store.tiers.tiered import TieredStore
+from tests.models import make_tiny
 from tests.store.tiers.backends import flip
 
 
@@ -228,3 +231,34 @@ def test_two_caches_cannot_have_one_name() -> None:
     metrics.watch(FakeCache(stats))
     with pytest.raises(ConfigError, match="'default' is watched already"):
         metrics.watch(FakeCache(stats))
+
+
+@pytest.mark.engine
+def test_a_running_engine_tells_of_its_saves_and_resumes(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    metrics = CacheMetrics(registry)
+    ids = [*range(5, 205)]
+    model = make_tiny("llama", tmp_path / "llama")
+    with AgentCache(model, store=f"disk://{tmp_path}/store", max_model_len=512) as cache:
+        metrics.watch(cache)
+        episode = cache.episode("e")
+        episode.generate(ids, max_tokens=1, precision="k8v4")
+        assert cache.flush()
+        assert cache.reset_prefix_cache()
+        episode.generate([*ids[:100], 7, *ids[101:]], max_tokens=1, policy="direct_reuse", save=False)
+        assert cache_value(registry, "up") == 1
+        assert cache_value(registry, "versions", tier="memory") == 1
+        assert cache_value(registry, "versions", tier="disk") == 1
+        assert cache_value(registry, "saves_total", tier="disk") == 1
+        assert cache_value(registry, "open_saves", tier="disk") == 0
+        stored = cache_value(registry, "bytes", tier="disk", tag="k8v4")
+        kept = cache_value(registry, "bytes", tier="memory", tag="k8v4")
+        assert stored is not None and kept is not None and 0 < kept <= stored < kept + 1000
+        assert cache_value(registry, "resumes_total", policy="direct_reuse", outcome="restored") == 1
+        assert cache_value(registry, "restore_seconds_count", policy="direct_reuse") == 1
+        assert cache_value(registry, "resume_tokens_total", policy="direct_reuse", source="restored") == 198
+        with ThreadPoolExecutor(1) as thread:
+            assert b"agentcache_episodes" in thread.submit(generate_latest, registry).result()
+    assert cache_value(registry, "up") == 0
+    metrics.unwatch(cache)
+    assert cache_value(registry, "up") is None
