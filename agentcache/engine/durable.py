@@ -93,7 +93,7 @@ class DurableTier:
         self.fingerprint = dict(fingerprint)
         self.ranks = ranks
         self._up = Background("agentcache-find", _MOST_JOBS)
-        self._down = Background("agentcache-demote", _MOST_JOBS)
+        self._down = Background("agentcache-demote", _MOST_JOBS, yields=True)
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Version] = deque()
         self._owed: OrderedDict[tuple[str, str], Version] = OrderedDict()

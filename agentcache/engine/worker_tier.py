@@ -40,7 +40,7 @@ class WorkerTier:
         self.verify = verify
         self.warm_bytes = warm_bytes
         self.is_sound = is_sound
-        self._down = Background("agentcache-put", _MOST_JOBS)
+        self._down = Background("agentcache-put", _MOST_JOBS, yields=True)
         self._up = Background("agentcache-fetch", _MOST_JOBS)
         self._lock = threading.Lock()
         self._news = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from collections.abc import Callable
 __all__ = ["Background"]
 
 logger = logging.getLogger(__name__)
+
+_NICE = 10  # about a tenth of a core that others want
 
 
 class Background:
@@ -22,10 +25,13 @@ class Background:
     Args:
         name: Of the thread.
         most_jobs: How many may wait.
+        yields: Whether the thread gives way to those that compute, which it would otherwise hold up: every thread of a parallel
+            loop waits for its slowest.
     """
 
-    def __init__(self, name: str, most_jobs: int) -> None:
+    def __init__(self, name: str, most_jobs: int, *, yields: bool = False) -> None:
         self._most = most_jobs
+        self._yields = yields
         self._jobs: deque[Callable[[], None]] = deque()
         self._state = threading.Condition()
         self._busy = False
@@ -56,6 +62,8 @@ class Background:
 
     def _run(self) -> None:
         _use_every_core()
+        if self._yields:
+            _give_way()
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._jobs or self._closed)
@@ -77,3 +85,9 @@ def _use_every_core() -> None:
     """Undoes an inherited pinning of the calling thread; the kernel keeps what the container allows."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+
+
+def _give_way() -> None:
+    """Lowers the calling thread's priority; only Linux has one a thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
