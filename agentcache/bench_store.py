@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -282,7 +283,8 @@ def run(
         for part in todo:
             started = time.perf_counter()
             measured = bench.part(part)
-            result["parts"][part] = {**measured, "took_s": round(time.perf_counter() - started, 1)}
+            ended = datetime.now(UTC).isoformat(timespec="seconds")
+            result["parts"][part] = {**measured, "took_s": round(time.perf_counter() - started, 1), "ended": ended}
             result = summarise(result)
             if json_path is not None:
                 _write(json_path, result)
