@@ -14,6 +14,7 @@ the same steps, whatever fails on one of them, and agree on what they measured b
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class _Save:
     """One open save; `work` is None until its first step."""
 
     order: SaveOrder
+    opened: float
     work: _Work | None = None
     stored: dict[int, Stored] = field(default_factory=dict)
     attention: Codes | None = None
@@ -61,18 +63,23 @@ class Saver:
     Args:
         config: The connector's settings.
         store: Where the objects go.
+
+    Attributes:
+        counts: `saves` that ended well, and `save_s`, the seconds from their orders to their ends.
     """
 
     def __init__(self, config: ConnectorConfig, store: PayloadStore) -> None:
         self.config = config
         self.store = store
         self._saves: deque[_Save] = deque()
+        self.counts = {"saves": 0, "save_s": 0.0}
         self._finished: set[str] = set()
         self._credit = 0  # rows that may be gathered
 
     def add(self, orders: Iterable[SaveOrder]) -> None:
         """Opens saves."""
-        self._saves.extend(_Save(order) for order in orders)
+        now = time.perf_counter()
+        self._saves.extend(_Save(order, now) for order in orders)
 
     def advance(
         self, runtime: Runtime | None, scheduled_tokens: int, report: StepReport, *, hurry: bool = False
@@ -106,6 +113,9 @@ class Saver:
         request_id = save.order.request_id
         self._finished.add(request_id)
         (report.unsaved if save.failed else report.saved).add(request_id)
+        if not save.failed:
+            self.counts["saves"] += 1
+            self.counts["save_s"] += time.perf_counter() - save.opened
         if save.attention is not None and not save.failed:
             report.attention[request_id] = save.attention.tobytes()
 

@@ -303,7 +303,7 @@ class WorkerHalf:
             "pending_saves": self.saver.pending,
             "background_loads": len(self._background),
             "tag_bytes": self.store.tag_bytes(),
-            "counts": dict(self._counts),
+            "counts": self._counts | self.saver.counts,
             "tier": None if self.tier is None else self._stats_of(self.tier),
             "index": dict(self._index),
         }

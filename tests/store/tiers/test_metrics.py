@@ -254,6 +254,8 @@ def test_a_running_engine_tells_of_its_saves_and_resumes(tmp_path: Path) -> None
         stored = cache_value(registry, "bytes", tier="disk", tag="k8v4")
         kept = cache_value(registry, "bytes", tier="memory", tag="k8v4")
         assert stored is not None and kept is not None and 0 < kept <= stored < kept + 1000
+        assert cache_value(registry, "save_seconds_count") == 1
+        assert cache_value(registry, "save_seconds_sum") > 0
         assert cache_value(registry, "resumes_total", policy="direct_reuse", outcome="restored") == 1
         assert cache_value(registry, "restore_seconds_count", policy="direct_reuse") == 1
         assert cache_value(registry, "resume_tokens_total", policy="direct_reuse", source="restored") == 198
