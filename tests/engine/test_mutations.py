@@ -18,11 +18,13 @@ pytest.importorskip("vllm")
 import numpy as np
 import xxhash
 
+from agentcache.engine.wire import ResumeParams
 from agentcache.store.tiers import Manifest, Miss, ObjectEntry, Part, Refused, StoredExtent
 from agentcache.store.tiers.manifest import PackedIds, new_key
 from agentcache.store.tiers.memory import MemoryStore
 from tests.engine.desk import FINGERPRINT, ROW_BYTES, Desk
-from tests.engine.harness import NEW, OLD
+from tests.engine.durable_kit import assert_healthy, assert_idle, forget_memory, put_down, stores
+from tests.engine.harness import NEW, OLD, assert_exact
 
 POLICIES = ("prefix_cache", "edit_local", "direct_reuse")
 
@@ -158,8 +160,8 @@ def changed_ids(tree: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return {**tree, "tokens": PackedIds.pack(np.asarray(ids, dtype=np.int32)).model_dump(mode="json")}
 
 
-def mutated(base: Manifest, rng: random.Random) -> bytes:
-    """Returns a manifest's bytes, changed; most of them with a seal that holds."""
+def mutated(base: Manifest, rng: random.Random, *, ids: bool = True) -> bytes:
+    """Returns a manifest's bytes, changed; most of them with a seal that holds. Token ids are forged with `ids` only."""
     raw = base.encode()
     tree = base.model_dump(mode="json")
     match rng.randrange(8):
@@ -167,7 +169,7 @@ def mutated(base: Manifest, rng: random.Random) -> bytes:
             return changed_bytes(raw, rng)
         case 2:
             return sealed(changed_bytes(base.model_dump_json().encode(), rng))
-        case 3:
+        case 3 if ids:
             tree = changed_ids(tree, rng)
         case 4:  # what says where rows are
             for kind in ("extents", "objects"):
@@ -210,6 +212,39 @@ def test_ten_thousand_mutated_manifests(told: Told, part: int) -> None:
     assert believed > 200, f"too few mutated manifests were believed to test what comes then: {reasons}"
     assert reasons["parent 'v1' cannot be restored"] > 1000, reasons
     desk.close()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("precision", ["exact", "k8v4"])
+def test_mutated_manifests_on_the_engine_harm_no_answer(
+    start_engine, tiny, reference, tmp_path, monkeypatch, precision
+):
+    """An answer that calls itself exact is: whatever of positions, tags, sizes or flags a sealed manifest lies about."""
+    engine = start_engine(tiny("llama"), extra={"store": f"disk://{tmp_path / 'store'}?fsync=false"})
+    base = put_down(engine, precision=precision)
+    scheduler, _ = stores(engine)
+    rng = random.Random(7)
+    outcomes: Counter[str] = Counter()
+    for number in range(200):
+        raw = mutated(base, rng, ids=False)
+        while number % 2 and isinstance(Manifest.decode(raw), Refused):
+            raw = mutated(base, rng, ids=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "_find", lambda *_, raw=raw: Manifest.decode(raw))
+            params = ResumeParams(version=f"n{number}", parent="v1", policy=rng.choice(POLICIES), save=False)
+            answer = engine.ask(NEW, params, n=3)
+        outcomes[f"{answer.recovery.exact} {answer.recovery.restored_tokens > 0}"] += 1
+        if answer.recovery.exact:
+            assert_exact(reference, answer)
+        if number % 10 == 0:
+            assert_exact(reference, engine.ask(NEW, n=3))
+            assert engine.audit(NEW)[1] < 1e-3
+        forget_memory(engine)
+        assert_idle(engine)
+    assert outcomes["False True"] > 20, outcomes
+    assert outcomes["True True"] > 10 or precision == "k8v4", outcomes
+    assert_healthy(engine, reference)
+    start_engine.stop()
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
