@@ -61,6 +61,7 @@ class Seek:
 class _Demotion:
     version: Version
     keys: frozenset[str]
+    new: frozenset[str] = frozenset()
     ticket: str = ""
     done: int = 0
     failed: bool = False
@@ -97,9 +98,10 @@ class DurableTier:
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Version] = deque()
         self._owed: OrderedDict[tuple[str, str], Version] = OrderedDict()
-        self._going: set[str] = (
-            set()
-        )  # objects that open demotions store: what shares them waits, and then shares them below too
+        # Objects that open saves put below; the thread's alone, which opens and seals them.
+        self._storing: set[str] = set()
+        # Objects that open demotions store: what shares them waits, and then shares them below too.
+        self._going: set[str] = set()
         self._preparing = 0
         self._demotions: dict[str, _Demotion] = {}
         self._completing = 0
@@ -139,6 +141,7 @@ class DurableTier:
             self._waiting.popleft()
             if version.state != "committed":
                 continue  # evicted from memory before its turn came
+            # Made in the thread: it packs all token ids, and checks what it is given.
             draft = self._draft(version, blocks)
             sizes = {block.key: block.size_bytes + self.ranks * _HEAD_BYTES for block in blocks}
             ids = {block.key: block.object_id for block in blocks}
@@ -149,9 +152,10 @@ class DurableTier:
                 self._preparing -= 1
                 self._not_stored(_Demotion(version, going), Refused("too many saves wait for the store", "unavailable"))
 
-    def _draft(self, version: Version, blocks: list[BlockObject]) -> Manifest:
+    def _draft(self, version: Version, blocks: list[BlockObject]) -> Callable[[], Manifest]:
         keys = {block.object_id: block.key for block in blocks}
-        return Manifest.draft(
+        return partial(
+            Manifest.draft,
             fingerprint=self.fingerprint,
             namespace=version.namespace,
             version=version.version_id,
@@ -166,18 +170,29 @@ class DurableTier:
             attention=version.attention,
         )
 
-    def _prepare(self, demotion: _Demotion, draft: Manifest, sizes: dict[str, int], ids: dict[str, int]) -> None:
+    def _prepare(
+        self, demotion: _Demotion, make: Callable[[], Manifest], sizes: dict[str, int], ids: dict[str, int]
+    ) -> None:
         """In the thread: opens the save below, with what it has lost meanwhile stored again."""
         made: str | Manifest | Refused
         version = demotion.version
         try:
+            draft = make()
             here = self.store.holds([entry.key for entry in draft.objects])
             draft = draft.with_objects(e if e.key in here else e._replace(parts=()) for e in draft.objects)
             new = [entry.key for entry in draft.new_objects]
-            if here.isdisjoint(new):
-                made = self.store.prepare(draft, sum(sizes[key] for key in new))
-            else:
+            if not here.isdisjoint(new):
                 made = self._stored_unheard(draft)
+            elif not self._storing.isdisjoint(new):
+                made = Refused("rows that the store had lost are on their way with another version", "gone")
+            else:
+                made = self.store.prepare(draft, sum(sizes[key] for key in new))
+            if isinstance(made, str):
+                demotion.new = frozenset(new)
+                self._storing |= demotion.new
+        except ValueError as error:
+            logger.exception("version %s cannot be stored", version.version_id)
+            made, new = Refused(f"it cannot be written down: {error}", "invalid"), []
         except Exception as error:
             logger.exception("version %s could not be offered to the store", version.version_id)
             made, new = Refused(f"{type(error).__name__}: {error}", "unavailable"), []
@@ -213,6 +228,7 @@ class DurableTier:
     def _complete(self, demotion: _Demotion) -> None:
         """In the thread: seals the save, or takes it back."""
         made: Manifest | Refused
+        self._storing -= demotion.new
         try:
             made = (
                 Refused("a rank could not store its part", "unavailable")
