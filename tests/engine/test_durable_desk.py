@@ -123,9 +123,6 @@ def test_what_one_of_two_ranks_lost_is_dropped_when_both_are_done(store):
     with_two.close()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="DurableTier makes drafts in the step, and lets two open saves put the same lost rows"
-)
 def test_relatives_are_stored_whole_in_a_store_that_came_back_empty(desk, store):
     save_lineage(desk)
     desk.drain()
@@ -139,9 +136,6 @@ def test_relatives_are_stored_whole_in_a_store_that_came_back_empty(desk, store)
     assert_stored(store, "a", "b", "c")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="DurableTier makes drafts in the step, and lets two open saves put the same lost rows"
-)
 def test_a_version_that_no_manifest_can_describe_stays_in_memory(desk, store):
     """Rows may survive any number of edits; a manifest counts so far and no further."""
     desk.serve(OLD, {"version": "v1"})

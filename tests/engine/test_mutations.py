@@ -231,7 +231,7 @@ def test_mutated_manifests_on_the_engine_harm_no_answer(
             raw = mutated(base, rng, ids=False)
         with monkeypatch.context() as patch:
             patch.setattr(scheduler, "_find", lambda *_, raw=raw: Manifest.decode(raw))
-            params = ResumeParams(version=f"n{number}", parent="v1", policy=rng.choice(POLICIES), save=False)
+            params = ResumeParams(version=f"n{number}", parent="v1", policy=rng.choice(POLICIES), save=number % 4 == 0)
             answer = engine.ask(NEW, params, n=3)
         outcomes[f"{answer.recovery.exact} {answer.recovery.restored_tokens > 0}"] += 1
         if answer.recovery.exact:
