@@ -26,6 +26,16 @@ def url(tmp_path: Path) -> str:
     return f"disk://{tmp_path / 'store'}"
 
 
+def _dies(cache: AgentCache) -> bool:
+    """Whether a cache whose processes were killed says so; it may take a request to find out."""
+    for _ in range(100):
+        try:
+            cache.generate(OLD, max_tokens=1)
+        except EngineDeadError:
+            return True
+    return False
+
+
 def test_an_episode_goes_on_in_a_new_cache_and_a_killed_one_loses_only_open_saves(
     tiny: Callable[[str], Path], url: str
 ) -> None:
@@ -61,9 +71,7 @@ def test_an_episode_goes_on_in_a_new_cache_and_a_killed_one_loses_only_open_save
         episode.generate([*NEW, *range(5000, 6000)], **REPLY)
         for pid in reversed(cache.pids):
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError):
-            for _ in range(100):
-                cache.generate(OLD, max_tokens=1)
+        assert _dies(cache)
         cache.restart()
         again = episode.generate(NEW, parent=first.version, policy="prefix_cache", **REPLY)
         assert again.recovery is not None and again.recovery.tier == "store" and again.recovery.reason is None
