@@ -213,6 +213,19 @@ def bench_store(
 
 
 @bench.command()
+def precision(
+    model: ModelOption = "smollm2",
+    tokens: Annotated[int, typer.Option(min=128, help="Length of the prompt whose rows are compared.")] = 4096,
+    prompts: Annotated[int, typer.Option(min=1, max=120, help="Prompts whose next tokens are compared.")] = 10,
+    json_path: JsonOption = None,
+) -> None:
+    """Print what each precision loses of a model's keys and values, and what that does to the next token."""
+    from agentcache.bench_precision import run
+
+    run(model=model, tokens=tokens, chats=prompts, json_path=json_path, console=Console())
+
+
+@bench.command()
 def diff(
     tokens: Annotated[int, typer.Option(min=16_384, help="Length of the old prompt in tokens.")] = 131_072,
     reps: RepsOption = 9,
