@@ -30,6 +30,18 @@ def test_the_table_is_the_committed_result():
     assert f"SmolLM2-135M, {result['context']} tokens" in flat
 
 
+def test_the_checkpoints_are_the_committed_result():
+    result = json.loads((ROOT / "docs" / "results" / "store.json").read_text())
+    payload, restore = result["parts"]["payload"], result["parts"]["restore"]["restore_ms"]
+    for tag in ("exact", "mixed", "k8v8", "k8v4"):
+        assert f"| `{tag}` | {payload['kl'][tag]['mean']:.4f} | {restore[tag]['shifted']['p50']:.1f} ms |" in README
+    flat = " ".join(README.split())
+    assert f"as many bytes takes {result['copy_ms']:.1f} ms" in flat
+    assert f"takes {result['payload_ratio']:.3f} of the bytes of {payload['tokens']:,} tokens" in flat
+    ratio, opened = result["bytes_ratio"]["disk"], result["open_s"]
+    assert f"take {ratio:.2f} times the bytes of their distinct tokens on disk, and open in {opened:.1f} s" in flat
+
+
 def test_links_lead_to_files():
     for target in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
         assert (ROOT / target).exists(), target
