@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,23 @@ def test_an_engine_that_cannot_start_says_why(tiny: Callable[[str], Path]) -> No
 
 @pytest.mark.engine
 def test_an_interrupt_ends_a_start(tiny: Callable[[str], Path]) -> None:
-    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        AgentCache(tiny("llama"), dtype="float32", kv_bytes=64 << 20, max_model_len=1024)
+    settings = {"dtype": "float32", "kv_bytes": 64 << 20, "max_model_len": 1024}
+    script = f"from agentcache import AgentCache\nAgentCache({str(tiny('llama'))!r}, **{settings!r})"
+    # Of its own group, as a shell starts it: the engine's processes are interrupted by us, not by the terminal.
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", script], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as started:
+        process = psutil.Process(started.pid)
+        deadline = time.monotonic() + 120
+        while not (children := process.children(recursive=True)):  # vLLM's EngineCore
+            assert started.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=120)
+    assert started.returncode == -signal.SIGINT, said
+    assert "KeyboardInterrupt" in said
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
 
 
 def test_a_start_that_was_given_up_before_it_began_starts_nothing(tiny: Callable[[str], Path]) -> None:
