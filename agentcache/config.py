@@ -23,8 +23,8 @@ class ConnectorConfig(BaseModel):
         host_bytes: Budget of the in-memory checkpoint store, in bytes of all ranks' KV.
         recompute_tokens_per_step: Most tokens that recovery computes inside one engine step; longer repairs run in slices, one a
             step. None: the engine's own `max_num_batched_tokens`.
-        save_tokens_per_step: Most rows that are gathered in one engine step while other requests run and none of them waits for
-            the save.
+        save_tokens_per_step: Rows that are gathered in one engine step while other requests run and none of them waits for the
+            save; as many as the step computes if that is more.
         verify_checksums: Whether each block's checksum is compared when it is restored.
         precision: How KV rows are stored: `exact` (bit by bit), `k8v8` or `k8v4` (quantised: what is restored from them is
             approximate, also in the prefix), `mixed` (each block by its risk), or a format for comparison, see

@@ -93,8 +93,10 @@ class Saver:
             hurry: Whether a request waits for a save: then it comes before the steps of those that decode.
         """
         shared = bool(scheduled_tokens) and not hurry
-        # Objects have more rows than a step's share: what one takes beyond it, later steps do without.
-        self._credit = min(self._credit, 0) + self.config.save_tokens_per_step if shared else _IDLE_SAVE_TOKENS
+        # As many rows as the step computes are a small part of it, and saves, which hold blocks, then never fall behind. What a
+        # piece takes beyond the share, later steps do without.
+        share = max(self.config.save_tokens_per_step, scheduled_tokens) if shared else _IDLE_SAVE_TOKENS
+        self._credit = min(self._credit, 0) + share if shared else share
         while self._saves and self._credit > 0:
             save = self._saves[0]
             if save.work is None:
