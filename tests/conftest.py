@@ -6,6 +6,7 @@ A test module imports helpers that tests share with `from tests.NAME import …`
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ ENGINE_ENVIRONMENT = {
 }
 for name, value in ENGINE_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+
+
+# A shell that runs the tests in its background has them, and all that they start, ignore the interrupts that some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
