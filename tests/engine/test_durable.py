@@ -13,21 +13,25 @@ from tests.engine.harness import NEW, OLD, assert_exact, first_version, lossy, t
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def url(tmp_path):
-    return f"disk://{tmp_path / 'store'}"
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """Returns the store of this module's tests, each of which finds it empty."""
+    return f"disk://{tmp_path_factory.mktemp('durable') / 'store'}"
 
 
 @pytest.fixture
 def start(start_engine, tiny, url):
-    """Returns what starts an engine over the store, a new one each time."""
+    """Returns what gives an engine over the store whose memory is empty, as after a start; `anew` really starts one."""
 
-    def new(model: str = "llama", **extra):
-        start_engine.stop()
+    def new(model: str = "llama", *, anew: bool = False, **extra):
+        if anew:
+            start_engine.stop()
         return start_engine(tiny(model), extra={"store": url, **extra})
 
-    yield new
-    start_engine.stop()
+    with open_store(url) as store:
+        for info in store.versions():
+            assert store.delete(info.namespace, info.version) is True
+    return new
 
 
 def stored(url: str, version: str) -> Manifest:
@@ -67,7 +71,7 @@ def test_a_new_engine_resumes_what_an_earlier_one_stored(start, url, policy, ref
     engine = start()
     first_version(engine)
     want = engine.ask(NEW, ResumeParams(version="v2", parent="v1", policy=policy))
-    engine = start()
+    engine = start(anew=True)
     assert engine.version("v1") is None
     again = engine.ask(NEW, ResumeParams(version="v3", parent="v1", policy=policy))
     assert again.recovery.reason is None
@@ -133,11 +137,9 @@ def test_a_request_that_ends_while_its_parent_is_sought_leaves_nothing(start):
     engine.check()
 
 
-def test_another_model_is_refused_with_the_reason(start, start_engine, tiny, url):
-    engine = start()
-    first_version(engine)
-    start_engine.stop()
-    other = start_engine(tiny("qwen3"), extra={"store": url})
+def test_another_model_is_refused_with_the_reason(start):
+    first_version(start())
+    other = start("qwen3")
     answer = other.ask(NEW, lossy("v2"))
     assert "another engine" in answer.recovery.reason
     assert answer.recovery.exact

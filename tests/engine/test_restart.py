@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from agentcache import AgentCache, AgentCacheError, ConfigError, EngineDeadError, StoreError, UnknownVersionError
+from agentcache.metrics import CacheMetrics
 from agentcache.store.tiers import Refused, open_store
 
 pytestmark = pytest.mark.engine
@@ -40,7 +42,10 @@ def test_an_episode_goes_on_in_a_new_cache_and_a_killed_one_loses_only_open_save
     tiny: Callable[[str], Path], url: str
 ) -> None:
     model = tiny("llama")
+    registry = CollectorRegistry()
+    metrics = CacheMetrics(registry)
     with AgentCache(model, store=url, **SETTINGS) as cache:
+        metrics.watch(cache, "c")
         first = cache.episode("thread-1").generate(OLD, **REPLY)
         assert first.recovery is not None and first.recovery.saved == "pending"
         want = cache.generate(NEW, **REPLY)
@@ -48,7 +53,14 @@ def test_an_episode_goes_on_in_a_new_cache_and_a_killed_one_loses_only_open_save
             cache.reopen("thread-1")
         with pytest.raises(UnknownVersionError, match="no version of episode 'other'"):
             cache.reopen("other")
-    # close() has waited for the save.
+        assert cache.flush()
+        of_cache = {"cache": "c"}
+        assert registry.get_sample_value("agentcache_save_seconds_count", of_cache) == 1
+        assert registry.get_sample_value("agentcache_versions", of_cache | {"tier": "disk"}) == 1
+        stored = registry.get_sample_value("agentcache_bytes", of_cache | {"tier": "disk", "tag": "exact"})
+        assert stored is not None and stored > 400 * 2048
+        metrics.unwatch(cache)
+        late = cache.episode("thread-2").generate(OLD[:200], **REPLY)  # close() waits for this save
     cache = AgentCache(model, store=url, policy="edit_local", **SETTINGS)
     try:
         episode = cache.reopen("thread-1")
@@ -66,7 +78,7 @@ def test_an_episode_goes_on_in_a_new_cache_and_a_killed_one_loses_only_open_save
         with open_store(url) as store:
             listed = store.versions("default")
         assert not isinstance(listed, Refused)
-        assert {info.version for info in listed} == {first.version, exact.version, lossy.version}
+        assert {info.version for info in listed} == {r.version for r in (first, late, exact, lossy)}
         # A save is open when the worker is killed, and then the whole engine.
         episode.generate([*NEW, *range(5000, 6000)], **REPLY)
         for pid in reversed(cache.pids):

@@ -121,7 +121,9 @@ def test_attention_is_that_of_the_whole_matrices(engine, tiny, reply):
     assert_attention_is_measured(engine, tiny("llama"), reply)
 
 
-@pytest.mark.parametrize("kind", ["llama3_rope", "qwen2", "qwen3", "glm4"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "glm4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama3_rope", "qwen2"))]
+)
 def test_attention_of_other_model_forms(start_engine, tiny, kind):
     assert_attention_is_measured(start_engine(tiny(kind), extra=MIXED), tiny(kind), 9)
 

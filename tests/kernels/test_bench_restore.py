@@ -38,6 +38,7 @@ def test_the_machine_is_named(result):
     assert {name: result[name] for name in SHAPE} == SHAPE
 
 
+@pytest.mark.slow
 def test_given_material_sets_the_shape():
     material = synthetic_kv(1, 2, 40, 32, torch.float16)
     result = restore_times(material=material, device="cpu", tags=["k8v4"], repeats=9)

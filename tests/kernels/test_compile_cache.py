@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from agentcache.kernels import cpu_compile
 
 BUILD = """if True:
@@ -18,6 +20,7 @@ BUILD = """if True:
 """
 
 
+@pytest.mark.slow
 def test_the_next_process_loads_what_this_one_compiled(tmp_path):
     seen = []
     for _ in range(2):

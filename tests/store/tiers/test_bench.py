@@ -52,7 +52,6 @@ def test_memory_counts_little_more_than_the_distinct_tokens(rows: np.ndarray) ->
     made = bench_memory(rows_as_payloads(rows), SHAPE, 3, progress=seen.append)
     assert made["versions"] == 18
     assert made["accounted_bytes"] <= 1.1 * 3 * SHAPE.distinct_tokens * ROW_BYTES
-    assert made["bytes"] > 0
     assert seen == [1, 2, 3]
 
 

@@ -233,6 +233,7 @@ def test_two_caches_cannot_have_one_name() -> None:
         metrics.watch(FakeCache(stats))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_running_engine_tells_of_its_saves_and_resumes(tmp_path: Path) -> None:
     registry = CollectorRegistry()
