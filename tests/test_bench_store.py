@@ -364,15 +364,14 @@ def test_the_table_puts_what_was_measured_beside_the_goal(console: Console) -> N
 
 
 @pytest.mark.engine
-def test_parts_of_one_engine_run_on_a_tiny_model(
+def test_the_payload_part_runs_on_a_tiny_model(
     tmp_path: Path, console: Console, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = str(make_tiny("llama", tmp_path_factory.mktemp("bench") / "llama"))
     settings = StoreBench(model, tokens=300, prompts=1, context=256, steps=4, reps=1)
-    made = run(settings, parts=["payload", "decode", "resume"], folder=tmp_path, console=console)
+    made = run(settings, parts=["payload"], folder=tmp_path, console=console)
     assert made["parts"]["payload"]["tokens"] == 300
-    assert made["parts"]["decode"]["saves_seen_open"] > 0
-    assert made["resume_ttft_ratio"] > 0
+    assert made["kl_mean"] >= 0
     assert [p for p in tmp_path.iterdir() if p.is_dir()] == []
 
 

@@ -9,6 +9,15 @@ from typing import Any
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts those tests of a module that share its engine before those that start another: each change costs seconds."""
+    first: dict[Path, int] = {}
+    for at, item in enumerate(items):
+        first.setdefault(item.path, at)
+    here = Path(__file__).parent
+    items.sort(key=lambda item: (first[item.path], here in item.path.parents and "engine" not in item.fixturenames))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns the folder of a tiny random model, made once."""

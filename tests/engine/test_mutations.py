@@ -215,7 +215,7 @@ def test_ten_thousand_mutated_manifests(told: Told, part: int) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("precision", ["exact", "k8v4"])
+@pytest.mark.parametrize("precision", ["exact", pytest.param("k8v4", marks=pytest.mark.slow)])
 def test_mutated_manifests_on_the_engine_harm_no_answer(
     start_engine, tiny, reference, tmp_path, monkeypatch, precision
 ):

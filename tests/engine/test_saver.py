@@ -122,7 +122,7 @@ def test_attention_is_that_of_the_whole_matrices(engine, tiny, reply):
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3", "glm4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama3_rope", "qwen2"))]
+    "kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("glm4", "llama3_rope", "qwen2"))]
 )
 def test_attention_of_other_model_forms(start_engine, tiny, kind):
     assert_attention_is_measured(start_engine(tiny(kind), extra=MIXED), tiny(kind), 9)
