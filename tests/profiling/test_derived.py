@@ -1,0 +1,183 @@
+"""Derived items: what an edit changes, what it must not change, and how a repair is scored."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentcache.errors import ConfigError
+from agentcache.profiling.derived import (
+    FORMS,
+    ChatFrame,
+    DerivedItem,
+    Form,
+    derived_items,
+    is_kept,
+    margin,
+    margin_recovery,
+)
+from agentcache.samples import load_hotpot_sample
+from agentcache.types import Run
+
+FRAME = ChatFrame("<user> ", " <assistant> ")
+DOCUMENTS = [paragraph.text for item in load_hotpot_sample() for paragraph in item.paragraphs]
+
+
+class Words:
+    """A tokenizer of words, spaces and marks: whatever it encodes it gives back."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        return [self.ids.setdefault(piece, len(self.ids)) for piece in re.findall(r"\w+|\s|[^\w\s]", text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces = list(self.ids)
+        return "".join(pieces[i] for i in ids)
+
+
+def make(words: Words, **settings: Any) -> list[DerivedItem]:
+    return derived_items(words.encode, DOCUMENTS, FRAME, **({"count": 3, "distance": 40} | settings))
+
+
+@given(form=st.sampled_from(FORMS), distance=st.integers(0, 120), seed=st.integers(0, 1 << 32))
+@settings(max_examples=40, deadline=None)
+def test_an_edit_changes_one_span_and_leaves_the_rows_that_carry_the_answer_alone(
+    form: Form, distance: int, seed: int
+) -> None:
+    words = Words()
+    for item in make(words, form=form, distance=distance, seed=seed):
+        assert len(item.old) == len(item.new)
+        differ = [at for at, (a, b) in enumerate(zip(item.old, item.new, strict=True)) if a != b]
+        assert item.edit == Run(differ[0], differ[-1] + 1)
+        assert item.edit.stop < item.carrier.start < item.carrier.stop <= item.query_start < len(item.new)
+        line_end = item.edit.stop + 1  # the line break behind the key
+        gap = item.carrier.start - line_end - (2 if distance else 0)  # and an empty line before the tables
+        tables = 2 * len(words.encode("Lookup table, spring:\n- North: copper\n- South: coal\n"))
+        assert distance <= gap <= distance + (tables if form == "competing" else 0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_answers_follow_from_the_alias_and_the_carrier(form: Form) -> None:
+    words = Words()
+    for item in make(words, form=form, count=20):
+        table = dict(re.findall(r"- (\w+): (\w+)", words.decode(item.new[slice(*item.carrier)])))
+        for ids, answer in ((item.old, item.old_answer), (item.new, item.new_answer)):
+            found = re.search(r"Alias of (\w+): (\w+)\n", words.decode(ids))
+            assert found is not None
+            assert words.encode(table[found[2]])[0] == answer
+            assert f" {found[1]} " in re.sub(r"[?.]", " ", words.decode(ids[item.query_start :]))
+        assert item.old_answer != item.new_answer
+
+
+def test_the_tables_of_the_competing_form_differ_in_season_and_values_and_the_question_names_the_carriers() -> None:
+    words = Words()
+    places = set()
+    for item in make(words, form="competing", count=20):
+        tables = re.findall(r"Lookup table, (\w+):\n- \w+: (\w+)\n- \w+: (\w+)\n", words.decode(item.new))
+        assert len({season for season, *_ in tables}) == 3
+        assert len({value for _, *values in tables for value in values}) == 6
+        carrier = words.decode(item.new[slice(*item.carrier)])
+        asked = re.search(r"What is the (\w+) lookup", words.decode(item.new[item.query_start :]))
+        assert asked is not None and f"table, {asked[1]}:" in carrier
+        places.add([season for season, *_ in tables].index(asked[1]))
+    assert places == {0, 1, 2}
+
+
+def test_no_word_of_an_indirect_question_stands_in_the_carrier() -> None:
+    words = Words()
+    for item in make(words, form="indirect", count=10):
+        carrier = set(re.findall(r"\w+", words.decode(item.new[slice(*item.carrier)]).lower()))
+        question = words.decode(item.new[item.query_start :]).partition("?")[0]
+        assert not carrier & set(re.findall(r"\w+", question.lower()))
+
+
+def test_items_depend_on_the_seed_alone_and_more_of_them_begin_with_the_same() -> None:
+    words = Words()
+    few, many, other = make(words), make(words, count=7), make(words, seed=1)
+    assert many[:3] == few
+    assert not set(other) & set(few)
+
+
+def test_the_prompt_holds_the_frame_and_as_much_real_text_as_was_asked_for() -> None:
+    words = Words()
+    for item in make(words, filler_tokens=700):
+        text = words.decode(item.new)
+        assert text.startswith(FRAME.opening) and text.endswith(FRAME.closing)
+        assert 700 <= len(item.new) < 700 + 100 + max(len(words.encode(text)) for text in DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"form": "tabel"}, "form='tabel' is not known; there are table, indirect, competing"),
+        ({"count": 0}, "count=0"),
+        ({"distance": -1}, "distance=-1 < filler_tokens"),
+        ({"distance": 500}, "distance=500 < filler_tokens"),
+        ({"filler_tokens": 0}, "filler_tokens=0"),
+    ],
+)
+def test_arguments_that_are_not_allowed_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(Words(), **settings)
+
+
+@pytest.mark.parametrize("documents", [[], ["a text", ""]])
+def test_documents_without_text_are_refused(documents: list[str]) -> None:
+    with pytest.raises(ConfigError, match="at least one text, and no empty one"):
+        derived_items(Words().encode, documents, FRAME, count=1, distance=0)
+
+
+def test_a_tokenizer_that_cannot_tell_the_answers_apart_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 of 2 items after 100 draws: this tokenizer"):
+        derived_items(lambda text: [0] * len(text), DOCUMENTS, FRAME, count=2, distance=0)
+
+
+def test_the_frame_is_the_chat_templates_text_around_the_message() -> None:
+    def render(messages: list[dict[str, str]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>"
+
+    frame = ChatFrame.of(render)
+    assert frame.opening.startswith("<system>") and frame.opening.endswith("</><user>")
+    assert frame.closing == "</><assistant>"
+    with pytest.raises(ConfigError, match="does not give the user's message"):
+        ChatFrame.of(lambda messages: render(messages).upper())
+
+
+def test_the_margin_compares_the_two_answers() -> None:
+    item = make(Words())[0]
+    logprobs = {item.old_answer: -3.0, item.new_answer: -0.5, -1: -0.25}
+    assert margin(logprobs, item) == 2.5
+    with pytest.raises(ValueError, match="lack the answers"):
+        margin({item.old_answer: -3.0}, item)
+
+
+def test_margin_recovery_is_nought_without_repair_and_one_for_a_full_prefill() -> None:
+    assert margin_recovery(-6.0, -6.0, 4.0) == 0
+    assert margin_recovery(4.0, -6.0, 4.0) == 1
+    assert margin_recovery(-1.0, -6.0, 4.0) == 0.5
+    with pytest.raises(ValueError, match="cannot tell a repair from none"):
+        margin_recovery(1.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("stale", "oracle", "kept"),
+    [(-2.0, 1.0, True), (-2.0, -0.5, False), (0.0, 0.0, False), (0.7, 1.0, False), (0.3, 1.0, True)],
+)
+def test_an_item_is_kept_when_the_model_answers_it_and_the_edit_matters(
+    stale: float, oracle: float, kept: bool
+) -> None:
+    assert is_kept(stale, oracle) is kept
+
+
+def test_the_module_is_quick_to_import() -> None:
+    code = "import sys, agentcache.profiling.derived; assert not {'torch', 'vllm', 'transformers', 'sklearn'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
