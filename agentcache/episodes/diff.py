@@ -23,14 +23,16 @@ import numpy.typing as npt
 from agentcache.episodes.anchors import Anchors, check_anchors, pair_messages
 from agentcache.episodes.grams import GramRuns, Ints, Side, gram_hashes, heaviest_chain, match_grams
 from agentcache.errors import ConfigError
-from agentcache.types import AlignedRun, PromptDiff
+from agentcache.types import AlignedRun, PromptDiff, Run
 
-__all__ = ["MIN_MOVE", "MIN_RUN", "TokenIds", "as_ids", "common_prefix", "diff_tokens"]
+__all__ = ["MIN_MOVE", "MIN_RUN", "MIN_SPAN", "TokenIds", "as_ids", "common_prefix", "diff_tokens", "find_spans"]
 
 MIN_RUN = 8
 """Aligned runs after the prefix that are shorter are confetti: recomputing them costs less than tracking them."""
 MIN_MOVE = 32
 """Spans that stand in another order are reused from this length on."""
+MIN_SPAN = 16
+"""Spans of other sources than the parent are reused from this length on: what comes first in them is often recomputed."""
 
 # Bounds that only adversarial input meets: rounds a step, and candidates that are tried a round and in all.
 _ROUNDS = 24
@@ -86,6 +88,34 @@ def diff_tokens(
     return PromptDiff(len(old), len(new), tuple(runs))
 
 
+def find_spans(
+    source_ids: TokenIds, new_ids: TokenIds, fresh: Iterable[tuple[int, int]], *, min_span: int = MIN_SPAN
+) -> tuple[AlignedRun, ...]:
+    """Returns where spans of a prompt stand in other ids, ascending and disjoint in the prompt.
+
+    Source tokens may be found in any order, and several times.
+
+    Args:
+        source_ids: Ids whose KV exists.
+        new_ids: Ids of the prompt.
+        fresh: The runs of the prompt to search, disjoint; a span lies inside one of them or goes on from one to the next.
+        min_span: Fewest tokens of a span.
+
+    Raises:
+        ConfigError: An argument is not allowed.
+    """
+    if min_span < 1:
+        raise ConfigError(f"min_span={min_span}: a span has a token at least")
+    runs = [run for run in fresh if run[1] - run[0] > 0]
+    source, new = as_ids(source_ids), as_ids(new_ids)
+    if not runs or not len(source) or len(new) < min_span:
+        return ()
+    first, last = min(start for start, _ in runs), max(stop for _, stop in runs)
+    middle = _Middle(source, new[first:last], min_span, min_span)
+    middle.search([Run(start - first, stop - first) for start, stop in runs])
+    return tuple(AlignedRun(o, n + first, length) for o, n, length in middle.runs())
+
+
 def as_ids(ids: TokenIds) -> Ints:
     """Returns token ids as a flat int64 array; a copy unless they are one already.
 
@@ -124,7 +154,8 @@ class _Middle:
     """Aligns what lies between the common prefix and the common suffix.
 
     Invariant: `_free_old`/`_free_new` are False exactly where a run of `_chain` or `_moved` lies, and the runs of
-    `_chain` ascend on both sides (growth stops at taken tokens, so no run ever passes another).
+    `_chain` ascend on both sides (growth stops at taken tokens, so no run ever passes another). `search` differs: old
+    tokens stay free, and new ones that are not to be searched are not.
     """
 
     def __init__(self, old: Ints, new: Ints, min_run: int, min_move: int) -> None:
@@ -135,6 +166,7 @@ class _Middle:
         self._chain: list[tuple[int, int, int]] = []
         self._moved: list[tuple[int, int, int]] = []
         self._candidates_left = _CANDIDATES
+        self._used_once = True
 
     def align(self, messages: list[tuple[int, int, int]]) -> None:
         """Finds all runs; messages are (old, new, length), ascending in the new sequence."""
@@ -145,6 +177,14 @@ class _Middle:
         self._rounds(self._min_move, in_order=False)
         if self._min_run < self._min_move:
             self._rounds(self._min_run, in_order=True)
+
+    def search(self, fresh: Iterable[Run]) -> None:
+        """Finds runs of `min_move` and more fresh tokens anywhere in the old ids."""
+        self._used_once = False
+        self._free_new[:] = False
+        for start, stop in fresh:
+            self._free_new[start:stop] = True
+        self._rounds(self._min_move, in_order=False)
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Returns all runs, ascending in the new sequence."""
@@ -202,7 +242,8 @@ class _Middle:
             length += self._grow(o + length, n + length, +1)
             left = self._grow(o - 1, n - 1, -1)
             o, n, length = o - left, n - left, length + left
-            self._free_old[o : o + length] = False
+            if self._used_once:
+                self._free_old[o : o + length] = False
             self._free_new[n : n + length] = False
             taken.append((o, n, length))
         return taken
