@@ -105,10 +105,6 @@ class _Prompt:
             chat += [("assistant", turn.action), ("user", "\n\n".join(turn.results))]
         return tuple({"role": role, "content": content} for role, content in chat)
 
-    @property
-    def characters(self) -> int:
-        return sum(len(message["content"]) for message in self.messages())
-
     def with_turn(self, at: int, turn: Turn) -> _Prompt:
         return replace(self, turns=(*self.turns[:at], turn, *self.turns[at + 1 :]))
 
@@ -148,8 +144,8 @@ def make_edits(
         tasks: Of one split. They also give the text that prompts are filled up with and that comes in new.
         seed: Of all choices.
         per_task: Edits of each task.
-        characters: Least and most characters of a chain's first prompt, of any that are spread evenly over the logarithm; a
-            turn that would go beyond is left out, and few tasks with little text give shorter ones.
+        characters: Least and most characters of the turns of a chain's first prompt, spread evenly over the logarithm. What
+            would go beyond is left out; few tasks with little text give shorter prompts.
         kinds: That are drawn from; each is as likely as another where the prompt allows it.
 
     Raises:
@@ -183,25 +179,28 @@ def lead_sentences(text: str, count: int = 1) -> str:
 
 
 def _filled(task: Task, tasks: Sequence[Task], characters: float, rng: random.Random) -> _Prompt:
-    """Returns a prompt of about so many characters: the task's turns, and turns of others of its data set before them.
+    """Returns a prompt of about so many characters: the task's first turns, and before them turns of other tasks."""
+    own: list[Turn] = []
+    before: list[Turn] = []
+    for kept, source in ((own, (task,)), (before, _others(task, tasks, rng))):
+        for turn in (turn for other in source for turn in other.turns):
+            fitting = _fitting(turn, characters)
+            if fitting is None:
+                break
+            kept.append(fitting)
+            characters -= _length(fitting)
+    return _Prompt(task, (*before, *(own or task.turns[:1])))
 
-    The first turn is in it, whatever its length.
-    """
-    prompt = _Prompt(task, task.turns[:1])
-    for turn in task.turns[1:]:
-        longer = replace(prompt, turns=(*prompt.turns, turn))
-        if longer.characters > characters:
-            return prompt
-        prompt = longer
-    before: tuple[Turn, ...] = ()
-    own = prompt.turns
-    for other in _others(task, tasks, rng):
-        for turn in other.turns:
-            longer = replace(prompt, turns=(*before, turn, *own))
-            if longer.characters > characters:
-                return prompt
-            before, prompt = (*before, turn), longer
-    return prompt
+
+def _fitting(turn: Turn, characters: float) -> Turn | None:
+    """Returns the turn with as many of its first documents as fit, or None when not one does."""
+    while turn.results and _length(turn) > characters:
+        turn = replace(turn, results=turn.results[:-1])
+    return turn if turn.results else None
+
+
+def _length(turn: Turn) -> int:
+    return len(turn.action) + sum(map(len, turn.results))
 
 
 def _others(task: Task, tasks: Sequence[Task], rng: random.Random) -> list[Task]:

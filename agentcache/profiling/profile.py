@@ -131,21 +131,21 @@ class Candidate(_Part):
     Attributes:
         kappa: κ.
         block: Tokens a block.
-        gaps: Quality below the exact arm's, in points of 100, by dataset; below 0 it was better.
+        quality: By dataset, in points of 100, more is better.
         ttft_ms: Mean time to first token.
         recompute_ratio: Mean share of the suffix that was recomputed, after block rounding.
     """
 
     kappa: Share
     block: Positive
-    gaps: dict[str, float] = Field(min_length=1)
+    quality: dict[str, float] = Field(min_length=1)
     ttft_ms: NotNegative
     recompute_ratio: Share
 
     @property
-    def worst_gap(self) -> float:
-        """The largest gap of a dataset, in points."""
-        return max(self.gaps.values())
+    def mean_quality(self) -> float:
+        """The mean over data sets, in points."""
+        return sum(self.quality.values()) / len(self.quality)
 
 
 class PrecisionCandidate(_Part):
@@ -240,8 +240,9 @@ class Profile(_Part):
         length: The fitted length model.
         kappa: The chosen κ.
         block: The chosen block size of recomputation, in tokens.
-        tolerance: Quality that the choice may give up for time, in points.
+        tolerance: Quality that a candidate may lack to the best one on each data set, in points.
         candidates: What κ and block were chosen from.
+        quality_unit: What the points of their quality are, e.g. `next tokens as in the exact arm, %`.
         precision: Thresholds of mixed precision.
         sensitivity: Blocks stored in 4 bits one by one.
         attention: An example for the plot.
@@ -262,6 +263,7 @@ class Profile(_Part):
     block: Positive
     tolerance: NotNegative = 0.25
     candidates: tuple[Candidate, ...] = ()
+    quality_unit: str = "points"
     precision: Precision
     sensitivity: tuple[BlockSensitivity, ...] = ()
     attention: AttentionExample | None = None
