@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UnknownVersionError,
         UnsupportedModelError,
     )
-    from agentcache.events import KVPaused, KVResumed, PromptRevised
+    from agentcache.events import KVPaused, KVResumed, PolicyFellBack, PromptRevised, QualityChecked
     from agentcache.reply import RecoveryReport, Reply, StreamChunk, VersionRecord
     from agentcache.types import RevisionKind
 
@@ -42,7 +42,9 @@ __all__ = [
     "Episode",
     "KVPaused",
     "KVResumed",
+    "PolicyFellBack",
     "PromptRevised",
+    "QualityChecked",
     "RecoveryReport",
     "RenderError",
     "Reply",
@@ -66,7 +68,9 @@ _HOME = {
     "Episode": "cache",
     "KVPaused": "events",
     "KVResumed": "events",
+    "PolicyFellBack": "events",
     "PromptRevised": "events",
+    "QualityChecked": "events",
     "RecoveryReport": "reply",
     "Reply": "reply",
     "RevisionKind": "types",

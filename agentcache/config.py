@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentcache.errors import ConfigError
 
-__all__ = ["PRECISIONS", "CacheConfig", "ConnectorConfig", "Precision"]
+__all__ = ["PRECISIONS", "SHADOW_TOKENS", "CacheConfig", "ConnectorConfig", "GuardConfig", "Precision"]
 
 Precision = Literal["exact", "k8v8", "k8v4", "mixed", "int8", "int4", "fp8_e4m3", "kivi4", "kivi2", "ott"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 """How rows may be stored: the tags of a block, `mixed` (a tag for each by its risk), and whole-checkpoint formats to compare with."""
+
+SHADOW_TOKENS: Final = 20
+"""The most likely tokens that the quality guard compares: as many as vLLM gives by default."""
 
 
 class ConnectorConfig(BaseModel):
@@ -80,6 +83,43 @@ def _split_store(url: str) -> tuple[int | None, str | None]:
     return options.get("bytes"), url.partition("+")[2] or None
 
 
+class GuardConfig(BaseModel):
+    """Settings of the quality guard, which compares the first token of resumes with that of an exact run; see `guard`.
+
+    A shadowed resume is a *strike* when its KL exceeds `max_kl`, or when its most likely token is another one and the policy's
+    last `window` results agreed less often than `min_top1`.
+
+    Attributes:
+        share: Of the resumes with an approximate policy, how many are shadowed; 0: none, the guard is off.
+        max_kl: Most KL(exact ‖ resumed) of the first token, in nats. Batch noise gives 0.001.
+        min_top1: Least share of results whose most likely token is that of the exact run.
+        window: Results that are looked back on, of a policy (`min_top1`) and of an episode (`episode_strikes`).
+        episode_strikes: So many strikes among an episode's last `window` results make it run exactly from then on.
+        policy_episodes: So many such episodes of one policy make all requests run exactly that ask for it.
+        patience_s: How long a shadow waits for an engine without requests; then it runs beside them.
+        seed: Another one shadows other resumes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    max_kl: float = Field(default=0.25, gt=0)
+    min_top1: float = Field(default=0.9, ge=0, le=1)
+    window: int = Field(default=20, ge=1)
+    episode_strikes: int = Field(default=3, ge=1)
+    policy_episodes: int = Field(default=3, ge=1)
+    patience_s: float = Field(default=30.0, ge=0)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _can_strike(self) -> Self:
+        if self.episode_strikes > self.window:
+            raise ValueError(
+                f"episode_strikes={self.episode_strikes} never fit in window={self.window}; make that larger"
+            )
+        return self
+
+
 class CacheConfig(BaseModel):
     """Settings of an `AgentCache`.
 
@@ -102,6 +142,7 @@ class CacheConfig(BaseModel):
         seed: Sampling seed of the engine.
         start_timeout_s: How long the engine may take to start.
         engine_args: Further `AsyncEngineArgs`, passed on as they are.
+        guard: Settings of the quality guard; off unless its `share` is set.
         connector: Settings of the connector.
     """
 
@@ -123,6 +164,7 @@ class CacheConfig(BaseModel):
     seed: int = 0
     start_timeout_s: float = Field(default=600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
     connector: ConnectorConfig = Field(default_factory=ConnectorConfig)
 
     @model_validator(mode="after")
@@ -131,6 +173,17 @@ class CacheConfig(BaseModel):
             if name in self.connector.model_fields_set:
                 raise ValueError(f"give {name} to the cache itself, not in connector")
         self.to_connector()  # a store that is none is known before the engine starts
+        return self
+
+    @model_validator(mode="after")
+    def _guard_can_compare(self) -> Self:
+        mode, most = (self.engine_args.get(name) for name in ("logprobs_mode", "max_logprobs"))
+        if self.guard.share and mode not in (None, "raw_logprobs"):
+            raise ValueError(
+                f"the guard compares raw_logprobs, but engine_args has logprobs_mode={mode!r}; leave it out"
+            )
+        if self.guard.share and isinstance(most, int) and 0 <= most < SHADOW_TOKENS:
+            raise ValueError(f"the guard needs max_logprobs={SHADOW_TOKENS}, but engine_args has {most}; leave it out")
         return self
 
     def to_connector(self) -> ConnectorConfig:

@@ -29,7 +29,9 @@ __all__ = [
     "JsonlEventLog",
     "KVPaused",
     "KVResumed",
+    "PolicyFellBack",
     "PromptRevised",
+    "QualityChecked",
     "Subscriber",
     "read_events",
 ]
@@ -37,7 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-EventKind = Literal["prompt_revised", "kv_paused", "kv_resumed"]
+EventKind = Literal["prompt_revised", "kv_paused", "kv_resumed", "quality_checked", "policy_fell_back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,57 @@ class KVResumed:
     event: Literal["kv_resumed"] = "kv_resumed"
 
 
-Event = PromptRevised | KVPaused | KVResumed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityChecked:
+    """The quality guard has compared a resume with its exact run.
+
+    Attributes:
+        episode: The episode's id.
+        version: The version that was resumed.
+        policy: The policy that was asked for.
+        kl: Of the first token, exact to resumed, in nats; see `guard.top_kl`.
+        top1_agrees: Whether both have the same most likely token.
+        agreement: Share of the policy's last results whose most likely tokens agree, this one among them.
+        strike: Whether it is beyond the bound.
+        time_s: When, in seconds since the epoch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    episode: str
+    version: str
+    policy: str
+    kl: float
+    top1_agrees: bool
+    agreement: float
+    strike: bool
+    time_s: float = field(default_factory=time.time)
+    event: Literal["quality_checked"] = "quality_checked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFellBack:
+    """The quality guard has made an episode, or all requests of a policy, run exactly from now on.
+
+    Attributes:
+        scope: What runs exactly.
+        episode: The episode, or the one that gave the policy the rest.
+        policy: The policy that was asked for.
+        reason: What was measured, the bound, and the way back.
+        time_s: When, in seconds since the epoch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    scope: Literal["episode", "policy"]
+    episode: str
+    policy: str
+    reason: str
+    time_s: float = field(default_factory=time.time)
+    event: Literal["policy_fell_back"] = "policy_fell_back"
+
+
+Event = PromptRevised | KVPaused | KVResumed | QualityChecked | PolicyFellBack
 Subscriber = Callable[[Event], Awaitable[None] | None]
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])

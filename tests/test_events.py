@@ -2,12 +2,22 @@ import asyncio
 import dataclasses
 import json
 import logging
+import re
 import threading
 
 import pytest
 
 from agentcache.errors import ConfigError
-from agentcache.events import EventBus, JsonlEventLog, KVPaused, KVResumed, PromptRevised, read_events
+from agentcache.events import (
+    EventBus,
+    JsonlEventLog,
+    KVPaused,
+    KVResumed,
+    PolicyFellBack,
+    PromptRevised,
+    QualityChecked,
+    read_events,
+)
 from agentcache.types import AlignedRun, RevisionKind
 
 REVISED = PromptRevised(
@@ -26,6 +36,8 @@ PAUSED = KVPaused(episode="e", key="call_1", version="v1", reason="tool")
 RESUMED = KVResumed(
     episode="e", key="call_1", version="v2", recovery={"reused_tokens": 12, "exact": False, "reason": None}
 )
+CHECKED = QualityChecked(episode="e", version="v2", policy="p", kl=0.25, top1_agrees=True, agreement=1.0, strike=False)
+FELL_BACK = PolicyFellBack(scope="policy", episode="e", policy="p", reason="a KL of 3")
 
 
 @pytest.fixture
@@ -49,7 +61,8 @@ def test_a_subscriber_gets_the_kinds_that_it_asked_for(bus):
 
 
 def test_an_unknown_kind_is_refused(bus):
-    with pytest.raises(ConfigError, match=r"\['nothing'\]; there are \['kv_paused', 'kv_resumed', 'prompt_revised'\]"):
+    kinds = ["kv_paused", "kv_resumed", "policy_fell_back", "prompt_revised", "quality_checked"]
+    with pytest.raises(ConfigError, match=re.escape(f"['nothing']; there are {kinds}")):
         bus.subscribe(print, kinds=["nothing"])
 
 
@@ -188,9 +201,9 @@ def test_without_any_loop_a_coroutine_function_runs_at_once(bus):
 def test_a_log_gives_back_every_event(tmp_path):
     path = tmp_path / "new" / "events.jsonl"
     with JsonlEventLog(path) as log:
-        for event in (REVISED, PAUSED, RESUMED):
+        for event in (REVISED, PAUSED, RESUMED, CHECKED, FELL_BACK):
             log(event)
-    assert list(read_events(path)) == [REVISED, PAUSED, RESUMED]
+    assert list(read_events(path)) == [REVISED, PAUSED, RESUMED, CHECKED, FELL_BACK]
 
 
 def test_lines_are_flushed_one_by_one_and_say_what_they_are(tmp_path):
