@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from agentcache.errors import ConfigError
 from agentcache.profiling.profile import DriftCurves, LengthFit
-from agentcache.recovery.length_model import FEATURES, LengthModel, length_features
+from agentcache.recovery.length_model import LengthModel, length_features
 
 __all__ = [
     "EDGES",
@@ -153,9 +153,7 @@ def pinball_loss(target: npt.ArrayLike, predicted: npt.ArrayLike, quantile: floa
 
 
 def fit_length_model(
-    prefix: npt.ArrayLike,
-    middle: npt.ArrayLike,
-    suffix: npt.ArrayLike,
+    lengths: npt.ArrayLike,
     boundaries: npt.ArrayLike,
     *,
     quantile: float = QUANTILE,
@@ -164,10 +162,8 @@ def fit_length_model(
     """Returns the length model fitted by quantile regression to `log1p d*` (PatchKV, formulas 8).
 
     Args:
-        prefix: |P| of each pair, `[n]`.
-        middle: |M_new|.
-        suffix: |S|.
-        boundaries: d*.
+        lengths: |P|, |M_new| and |S| of each pair, `[n, 3]`.
+        boundaries: d* of each pair, `[n]`.
         quantile: That is fitted.
         penalty: See `PENALTY`.
 
@@ -181,7 +177,7 @@ def fit_length_model(
         raise ConfigError("a length model needs at least one training pair; measure on more data")
     if not 0 < quantile < 1:
         raise ConfigError(f"quantile={quantile} is not allowed; take one between 0 and 1")
-    features = length_features(prefix, middle, suffix)[:, 1:]  # the regressor has its own intercept
+    features = length_features(*np.asarray(lengths).T)[:, 1:]  # the regressor has its own intercept
     centre, scale = features.mean(0), features.std(0)
     scale[scale < 1e-9] = 1.0
     fitted = QuantileRegressor(quantile=quantile, alpha=penalty, solver="highs")
@@ -227,7 +223,7 @@ def fit_length(
         return [boundary(pair, tau_v=tau_v, gamma=gamma, block=block) for pair in pairs]
 
     lengths = np.array([(pair.prefix, pair.middle, pair.suffix) for pair in train]).reshape(-1, 3)
-    model = fit_length_model(*lengths.T, targets(train), quantile=quantile)
+    model = fit_length_model(lengths, targets(train), quantile=quantile)
     p, m, s = np.median(lengths, axis=0).astype(int).tolist()
     return LengthFit(
         coefficients=model.coefficients,
