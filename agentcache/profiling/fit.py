@@ -1,12 +1,11 @@
-"""From drift to a length model: PatchKV's formulas 5 to 8.
+"""From drift to a length model: PatchKV's formulas 6 to 9.
 
-Letters: `L` layers, `T` suffix tokens of one training pair, `H` KV heads, `D` head dim, `B` tokens a block, `N = ceil(T / B)`
-blocks. Blocks are counted from the first suffix token, so that block b begins at distance `b·B` (**choice**).
+Letters: `L` layers, `T` suffix tokens of one training pair, `B` tokens a block, `N = ceil(T / B)` blocks. Blocks are counted from the first suffix token, so that block b begins at distance `b·B` (**choice**).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,9 +18,7 @@ from agentcache.recovery.length_model import LengthModel, length_features
 
 __all__ = [
     "EDGES",
-    "BinnedDrift",
     "TrainingPair",
-    "bin_drift",
     "block_deviation",
     "boundary",
     "coverage",
@@ -30,8 +27,6 @@ __all__ = [
     "fit_length_model",
     "oracle_boundary",
     "pinball_loss",
-    "row_drift",
-    "spread_layers",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -44,13 +39,13 @@ PENALTY: Final = 0.01
 """L1 penalty on coefficients of standardised features (**choice**): pairs are few, and their lengths alike. It costs a
 hundredth of the pinball loss a unit, and keeps what adds nothing at 0."""
 
-EDGES: Final = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-"""Distances, in tokens, that the curves are cut at."""
+EDGES: Final = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+"""First distance of each bin of the curves, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPair:
-    """One training pair of adjacent revisions.
+    """One edit between adjacent revisions, and the aligned run behind it.
 
     Attributes:
         prefix: |P|.
@@ -63,45 +58,6 @@ class TrainingPair:
     middle: int
     suffix: int
     deviation: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BinnedDrift:
-    """The drift of one pair's rows, summed by distance.
-
-    Attributes:
-        rows: Rows in each bin, `[E - 1]`.
-        value: Their drift of values, summed, `[E - 1, L]`.
-        key: The same of keys.
-    """
-
-    rows: npt.NDArray[np.int64]
-    value: Floats
-    key: Floats
-
-
-def row_drift(stale: npt.ArrayLike, exact: npt.ArrayLike) -> Floats:
-    """Returns `1 − cos` of each row over all its heads (PatchKV, formulas 5), float64 `[L, T]`; NaN where a row is zero.
-
-    Args:
-        stale: Values, or phase-corrected keys, of the old context, `[L, T, H, D]`.
-        exact: Those of an exact prefill of the new one.
-    """
-    old, full = (np.asarray(rows, dtype=np.float64).reshape(*np.shape(rows)[:2], -1) for rows in (stale, exact))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosine: Floats = (old * full).sum(-1) / np.sqrt((old * old).sum(-1) * (full * full).sum(-1))
-    return np.maximum(1 - cosine, 0)
-
-
-def spread_layers(layers: int, count: int = 4) -> tuple[int, ...]:
-    """Returns L_d: `count` layers spread evenly over the depth (**choice**, formulas 6), ascending; all when there are fewer.
-
-    The first layer is none of them: its values do not depend on the context.
-    """
-    if layers < 1 or count < 1:
-        raise ConfigError(f"{count} of {layers} layers are not allowed; take 1 or more of 1 or more")
-    places = np.round(np.linspace(0, layers - 1, count + 1)[1:]).astype(int)
-    return tuple(sorted({int(at) for at in places}))
 
 
 def block_deviation(drift: npt.ArrayLike, block: int = BLOCK) -> Floats:
@@ -237,42 +193,36 @@ def fit_length(
     )
 
 
-def bin_drift(
-    distance: npt.ArrayLike, value: npt.ArrayLike, key: npt.ArrayLike, edges: Sequence[int] = EDGES
-) -> BinnedDrift:
-    """Returns one pair's drift by distance; rows whose drift is NaN in a layer are left out.
+def drift_curves(curves: Iterable[Mapping[str, Any]], layers: Sequence[int]) -> DriftCurves:
+    """Returns the mean drift of all pairs' rows by distance and layer.
+
+    A bin that no pair has a row in joins the one before it.
 
     Args:
-        distance: d of each row, `[T]`.
-        value: Drift of values, `[L, T]`.
-        key: Drift of keys, `[L, T]`.
-        edges: Ascending, the last one beyond every row.
-    """
-    at = np.searchsorted(edges, np.asarray(distance), side="right") - 1
-    drift = np.stack([np.asarray(value, dtype=np.float64), np.asarray(key, dtype=np.float64)])  # [2, L, T]
-    known = np.isfinite(drift).all(axis=(0, 1)) & (at >= 0) & (at < len(edges) - 1)
-    sums = np.zeros((2, len(edges) - 1, drift.shape[1]))
-    for out, rows in zip(sums, drift, strict=True):
-        np.add.at(out, at[known], rows.T[known])
-    return BinnedDrift(np.bincount(at[known], minlength=len(edges) - 1), sums[0], sums[1])
-
-
-def drift_curves(pairs: Iterable[BinnedDrift], edges: Sequence[int] = EDGES) -> DriftCurves:
-    """Returns the mean over all rows of all pairs; a bin without rows joins the one before it, or at the start the next one.
+        curves: Of each pair, as `engine.profile_rpc` measures them: the first distances of its bins (`from`, all in `EDGES`), their
+            `tokens`, and the mean drift of `value` and `key`, `[bins, L]`.
+        layers: The L layers.
 
     Raises:
         ConfigError: No pair has a row.
     """
-    binned = list(pairs)
-    rows = sum((pair.rows for pair in binned), np.zeros(len(edges) - 1, dtype=np.int64))
-    filled = np.flatnonzero(rows)
+    tokens = np.zeros(len(EDGES), dtype=np.int64)
+    sums = {name: np.zeros((len(EDGES), len(layers))) for name in ("value", "key")}
+    for curve in curves:
+        count = np.asarray(curve["tokens"], dtype=np.int64)
+        at = np.searchsorted(EDGES, curve["from"])
+        tokens[at] += count
+        for name, total in sums.items():
+            total[at] += count[:, None] * np.asarray(curve[name], dtype=np.float64)
+    filled = np.flatnonzero(tokens)
     if not len(filled):
         raise ConfigError("no row behind an edit was measured: the edits have no suffix; take other edits")
-    last = int(filled[-1])
-    kept = [edges[0], *(edges[at] for at in filled[1:].tolist()), edges[last + 1]]
-
-    def means(name: str) -> tuple[tuple[float, ...], ...]:
-        total: npt.NDArray[Any] = sum(getattr(pair, name) for pair in binned)
-        return tuple(tuple(map(float, total[at] / rows[at])) for at in filled.tolist())
-
-    return DriftCurves(edges=tuple(kept), rows=tuple(rows[filled].tolist()), value=means("value"), key=means("key"))
+    last = EDGES[filled[-1] + 1] if filled[-1] + 1 < len(EDGES) else 2 * EDGES[-1]
+    value, key = (tuple(map(tuple, (total[filled] / tokens[filled, None]).tolist())) for total in sums.values())
+    return DriftCurves(
+        edges=(*(EDGES[at] for at in filled.tolist()), last),
+        layers=tuple(layers),
+        rows=tuple(tokens[filled].tolist()),
+        value=value,
+        key=key,
+    )

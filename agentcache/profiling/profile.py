@@ -66,12 +66,14 @@ class DriftCurves(_Part):
 
     Attributes:
         edges: Distances in tokens: bin b is `[edges[b], edges[b + 1])`.
+        layers: Those that were measured, `[L]`.
         rows: Rows measured in each bin, `[B]`.
         value: Drift of values, `[B, L]`.
         key: Drift of phase-corrected keys, `[B, L]`.
     """
 
     edges: tuple[Count, ...] = Field(min_length=2)
+    layers: tuple[Count, ...] = Field(min_length=1)
     rows: tuple[Count, ...]
     value: tuple[tuple[float, ...], ...]
     key: tuple[tuple[float, ...], ...]
@@ -83,8 +85,10 @@ class DriftCurves(_Part):
             raise ValueError("edges must ascend")
         if not len(self.rows) == len(self.value) == len(self.key) == bins:
             raise ValueError(f"rows, value and key must have one entry for each of the {bins} bins")
-        if len({len(layers) for layers in (*self.value, *self.key)}) != 1:
-            raise ValueError("value and key must have one number for each layer in each bin")
+        if {len(each) for each in (*self.value, *self.key)} != {len(self.layers)}:
+            raise ValueError(
+                f"value and key must have one number for each of the {len(self.layers)} layers in each bin"
+            )
         return self
 
 
