@@ -81,6 +81,7 @@ class CheckpointIndex:
         plan_restore: Sequence[AlignedRun],
         exact_end: int,
         salts: tuple[tuple[int, bytes], ...] = (),
+        composed_of: Sequence[Version] = (),
     ) -> SavePlan | Refusal:
         """Registers a version that points at its parent's rows where they were restored; returns what else to gather.
 
@@ -99,6 +100,7 @@ class CheckpointIndex:
             plan_restore: Parent rows that were restored and not recomputed, ascending in the new version.
             exact_end: Leading rows that are those of a full prefill.
             salts: `(block index, salt)` of the block hashes.
+            composed_of: The index's own versions when the parent is a view of several, see `store.compose`.
 
         Returns:
             The plan, or a refusal with nothing changed.
@@ -116,18 +118,19 @@ class CheckpointIndex:
         if source is not None and source.state != "committed":
             return self._refuse(f"parent {source.version_id!r}, whose rows it shares, was dropped or is not saved yet")
 
+        held = () if source is None else composed_of or (source,)
         inherited = self._inherit(source, ids, computed, plan_restore) if source is not None else ()
         gathered = [*cut_objects(complement(((e.position, e.stop) for e in inherited), computed), exact_end)]
         needed = run_tokens(gathered) * self.bytes_per_token + ids.nbytes
-        if source is not None:
-            self.pin(source)
+        for shared in held:
+            self.pin(shared)
         if self._pinned_bytes + needed > self.budget_bytes:
             reason = (
                 f"{needed} bytes do not fit into the store: open loads and saves use {self._pinned_bytes} "
                 f"of {self.budget_bytes}"
             )
-            if source is not None:
-                self.unpin(source)
+            for shared in held:
+                self.unpin(shared)
             return self._refuse(reason)
 
         if (namespace, group) in self._groups:
@@ -150,8 +153,8 @@ class CheckpointIndex:
         )
         self._register(version)
         self._payload_bytes += run_tokens(gathered) * self.bytes_per_token
-        if source is not None:
-            self.unpin(source)
+        for shared in held:
+            self.unpin(shared)
         return SavePlan(version, new, evicted)
 
     def adopt(
