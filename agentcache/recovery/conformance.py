@@ -20,6 +20,7 @@ from agentcache.recovery.base import PolicyContext, RecoveryPlan, RecoveryPolicy
 from agentcache.recovery.bounds import Bounded, Bounds
 from agentcache.recovery.planner import plan
 from agentcache.recovery.registry import declaration_fault
+from agentcache.store.compose import GAP
 from agentcache.types import AlignedRun, Boundary, BoundaryKind, PromptDiff, Run, complement, merge_runs
 
 __all__ = ["Scenario", "check_plan", "check_policy", "scenarios"]
@@ -148,10 +149,19 @@ def scenarios() -> Iterator[Scenario]:
     yield _scenario("a run used twice", old, [(0, 100), (100, 140), new(5), (100, 140), (140, 400)])
     many = [piece for at in range(0, 400, 20) for piece in ((at, at + 17), new(1 + at % 7))]
     yield _scenario("many edits", old, many)
+    # Sources behind their parent, as `store.compose` lines them up: a memory of 150 tokens and one of 49, in another order.
+    parts = (*old[:199], GAP, *old[200:350], GAP, *old[351:])
+    yield _scenario(
+        "chunks behind a prefix", parts, [(0, 120), new(9), (351, 400), (203, 348), new(6), (351, 380), new(9)]
+    )
+    yield _scenario("chunks alone", parts, [new(24), (200, 350), new(2), (353, 400), new(11)])
+    yield _scenario("a chunk at the very start", parts, [(200, 350), (0, 199)])
+    yield _scenario("a chunk that goes on where its parent ends", parts, [(0, 199), (200, 350), new(4)])
     replaced = _scenario("replacement, nothing attended", old, [(0, 120), new(10), (130, 400)])
     nothing = np.zeros(replaced.context.diff.new_len, dtype=np.float32)
     yield replace(replaced, context=replace(replaced.context, attention=nothing))
     yield replace(replaced, title="replacement, all attended", context=replace(replaced.context, attention=nothing + 1))
+    yield _unmeasured("chunks", parts, [(0, 120), new(9), (351, 400), (203, 348), new(6)])
     yield _unmeasured("append", old, [(0, 400), new(30)])
     yield _unmeasured("replacement", old, [(0, 120), new(40), (130, 400), new(25)])
     yield _unmeasured("moved runs", old, [(0, 100), (200, 300), new(12), (100, 200), (300, 400)])
