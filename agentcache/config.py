@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentcache.profiling.profile import Profile
 
 __all__ = ["PRECISIONS", "SHADOW_TOKENS", "CacheConfig", "ConnectorConfig", "GuardConfig", "Precision"]
 
@@ -32,6 +37,10 @@ class ConnectorConfig(BaseModel):
         precision: How KV rows are stored: `exact` (bit by bit), `k8v8` or `k8v4` (quantised: what is restored from them is
             approximate, also in the prefix), `mixed` (each block by its risk), or a format for comparison, see
             `docs/checkpoint-format.md`.
+        tau_low: τ_L of `mixed`: blocks of less risk may be stored as `k8v4`. None: as in `engine.precision`, also for the next.
+        tau_high: τ_H: blocks of this risk and more are stored exactly.
+        alpha: α: how much of a block's risk is that of its riskiest row.
+        low_bit_residual: Most that 4 bits may lose of a row of a `k8v4` block, relative.
         store: Where checkpoints outlive memory: `disk:///folder` or `redis://host:6379/0`, with options after `?`, or
             `tiered:memory?bytes=4GiB+disk:///folder` to give `host_bytes` in the same place; `memory:` or None: nowhere.
         policy_modules: Modules that register recovery policies; the engine's processes import them at start-up.
@@ -44,6 +53,10 @@ class ConnectorConfig(BaseModel):
     save_tokens_per_step: int = Field(default=128, ge=1)
     verify_checksums: bool = True
     precision: Precision = "exact"
+    tau_low: float | None = Field(default=None, ge=0)
+    tau_high: float | None = Field(default=None, ge=0)
+    alpha: float | None = Field(default=None, ge=0, le=1)
+    low_bit_residual: float | None = Field(default=None, ge=0)
     store: str | None = Field(default=None, max_length=4096)
     policy_modules: tuple[str, ...] = ()
 
@@ -52,6 +65,22 @@ class ConnectorConfig(BaseModel):
         if self.store is not None:
             _split_store(self.store)
         return self
+
+    @model_validator(mode="after")
+    def _thresholds_ascend(self) -> Self:
+        if (self.tau_low is None) != (self.tau_high is None):
+            raise ValueError(
+                f"give tau_low and tau_high together, got tau_low={self.tau_low}, tau_high={self.tau_high}"
+            )
+        if self.tau_low is not None and self.tau_high is not None and self.tau_low > self.tau_high:
+            raise ValueError(f"tau_low={self.tau_low} lies above tau_high={self.tau_high}; exchange them")
+        return self
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The thresholds of `mixed` precision that are set, by name."""
+        set_ = {name: getattr(self, name) for name in ("tau_low", "tau_high", "alpha", "low_bit_residual")}
+        return {name: value for name, value in set_.items() if value is not None}
 
     @property
     def durable_url(self) -> str | None:
@@ -126,7 +155,9 @@ class CacheConfig(BaseModel):
     Attributes:
         model: A folder, a hub id, or the name of a built-in model (`smollm2`).
         policy: Default recovery policy of every request.
-        policy_options: The policy's own settings, e.g. `{"k": 32}`.
+        policy_options: The policy's own settings, e.g. `{"k": 32}`; those that are not given come from the profile.
+        profile: File of `agentcache profile`, which policies and mixed precision take their settings from. None: the one that ships
+            for the model, if one does.
         dtype: Weight and KV dtype.
         max_model_len: Longest prompt plus reply in tokens; None takes the model's.
         block_size: Tokens a KV block.
@@ -151,6 +182,7 @@ class CacheConfig(BaseModel):
     model: str = Field(default="smollm2", min_length=1)
     policy: str = "prefix_cache"
     policy_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict)
+    profile: Path | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: int | None = Field(default=None, ge=16)
     block_size: int = Field(default=32, ge=16)
@@ -187,10 +219,21 @@ class CacheConfig(BaseModel):
         return self
 
     def to_connector(self) -> ConnectorConfig:
-        """Returns the connector's settings with what is set here."""
-        return ConnectorConfig.model_validate(
-            self.connector.model_dump() | {"host_bytes": self.host_bytes, "store": self.store}
-        )
+        """Returns the connector's settings with what is set here, and the profile's thresholds where none is given."""
+        measured = {} if self.measured is None else self.measured.precision.thresholds
+        given = self.connector.model_dump() | {"host_bytes": self.host_bytes, "store": self.store}
+        return ConnectorConfig.model_validate(given | measured | self.connector.thresholds)
+
+    @cached_property
+    def measured(self) -> Profile | None:
+        """The model's profile, or None when none is given and none ships."""
+        from agentcache.profiling.lookup import profile_for
+
+        return profile_for(self.model, self.profile)
+
+    def options_for(self, policy: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a policy's options: those given, and the profile's where nothing is given."""
+        return dict(given) if self.measured is None else self.measured.options_for(policy, given)
 
     @classmethod
     def build(cls, **settings: Any) -> CacheConfig:

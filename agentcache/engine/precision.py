@@ -5,15 +5,16 @@ A_i  attention on row i, over the largest of all rows but the sinks          [0,
 e_i  what 4 bits would lose of row i's values, relative                       [0, 1]
 r_i = A_i e_i        r_b = alpha max r_i + (1 - alpha) mean r_i               over the rows of block b
 
-r_b >= EXACT_RISK             exact
-r_b >= LOW_RISK               k8v8
-else, if the block passes     k8v4          (max e_i <= LOW_BIT_RESIDUAL), else k8v8
+r_b >= tau_high               exact
+r_b >= tau_low                k8v8
+else, if the block passes     k8v4          (max e_i <= low_bit_residual), else k8v8
 ```
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "LOW_RISK",
     "MIXED",
     "SINK_TOKENS",
+    "Thresholds",
     "block_risk",
     "block_tags",
     "known_precisions",
@@ -58,6 +60,26 @@ SmolLM2-135M and 0.144 with Qwen2.5-Coder-1.5B (medians 0.10)."""
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What is calibrated for a model; the defaults are SmolLM2's.
+
+    Attributes:
+        tau_low: Blocks of less risk may be stored as `k8v4`.
+        tau_high: Blocks of this risk and more are stored exactly.
+        alpha: How much of a block's risk is that of its riskiest row.
+        low_bit_residual: Most that 4 bits may lose of a row of a `k8v4` block.
+    """
+
+    tau_low: float = LOW_RISK
+    tau_high: float = EXACT_RISK
+    alpha: float = ALPHA
+    low_bit_residual: float = LOW_BIT_RESIDUAL
+
+
+_DEFAULT = Thresholds()
+
+
 def known_precisions() -> frozenset[str]:
     """Returns every name that `ConnectorConfig.precision` and `ResumeParams.precision` may have."""
     return frozenset({*map(str, Tag), *COMPARISON, MIXED})
@@ -78,33 +100,36 @@ def normalised_attention(mass: ArrayLike) -> Floats:
     return scores
 
 
-def block_risk(attention: ArrayLike, residual: ArrayLike) -> Floats:
+def block_risk(attention: ArrayLike, residual: ArrayLike, alpha: float = ALPHA) -> Floats:
     """Returns r_b of each block of `BLOCK` rows, float32 `[ceil(N / BLOCK)]` (PatchKV, risk; formulas 13).
 
     Args:
         attention: A of each row, `[N]`.
         residual: e^V of each row, `[N]`.
+        alpha: Weight of the riskiest row.
     """
     risk: Floats = np.asarray(attention, dtype=np.float32) * np.asarray(residual, dtype=np.float32)
     starts = np.arange(0, len(risk), BLOCK)
     counts = np.minimum(BLOCK, len(risk) - starts)
     mean = np.add.reduceat(risk, starts) / counts
-    blocks: Floats = (ALPHA * np.maximum.reduceat(risk, starts) + (1 - ALPHA) * mean).astype(np.float32)
+    blocks: Floats = (alpha * np.maximum.reduceat(risk, starts) + (1 - alpha) * mean).astype(np.float32)
     return blocks
 
 
-def block_tags(attention: ArrayLike, residual: ArrayLike) -> list[Tag]:
+def block_tags(attention: ArrayLike, residual: ArrayLike, thresholds: Thresholds = _DEFAULT) -> list[Tag]:
     """Returns the precision of each block of `BLOCK` rows (PatchKV, block policy; formulas 14). NaN counts as the highest risk.
 
     Args:
         attention: A of each row, `[N]`.
         residual: e^V of each row, `[N]`.
+        thresholds: Of the model.
     """
     residual = np.asarray(residual, dtype=np.float32)
-    risk = np.nan_to_num(block_risk(attention, residual), nan=np.inf)
+    risk = np.nan_to_num(block_risk(attention, residual, thresholds.alpha), nan=np.inf)
     worst = np.maximum.reduceat(residual, np.arange(0, len(residual), BLOCK))
-    four = (risk < LOW_RISK) & (worst <= LOW_BIT_RESIDUAL)
-    return [Tag.EXACT if r >= EXACT_RISK else Tag.K8V4 if low else Tag.K8V8 for r, low in zip(risk, four, strict=True)]
+    four = (risk < thresholds.tau_low) & (worst <= thresholds.low_bit_residual)
+    high = thresholds.tau_high
+    return [Tag.EXACT if r >= high else Tag.K8V4 if low else Tag.K8V8 for r, low in zip(risk, four, strict=True)]
 
 
 def tagged_sources(start: int, stop: int, tags: list[Tag]) -> Iterator[Source]:

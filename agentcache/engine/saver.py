@@ -25,7 +25,14 @@ import torch
 from agentcache.config import ConnectorConfig
 from agentcache.engine.attention_probe import Queries
 from agentcache.engine.orders import SaveOrder, StepReport, Stored
-from agentcache.engine.precision import MIXED, block_tags, known_precisions, normalised_attention, tagged_sources
+from agentcache.engine.precision import (
+    MIXED,
+    Thresholds,
+    block_tags,
+    known_precisions,
+    normalised_attention,
+    tagged_sources,
+)
 from agentcache.engine.runtime import Runtime
 from agentcache.kernels import PackedRun, Source, Tag
 from agentcache.store.extents import NewObject
@@ -71,6 +78,7 @@ class Saver:
     def __init__(self, config: ConnectorConfig, store: PayloadStore) -> None:
         self.config = config
         self.store = store
+        self._thresholds = Thresholds(**config.thresholds)
         self._saves: deque[_Save] = deque()
         self.counts = {"saves": 0, "save_s": 0.0}
         self._finished: set[str] = set()
@@ -100,7 +108,7 @@ class Saver:
         while self._saves and self._credit > 0:
             save = self._saves[0]
             if save.work is None:
-                save.work = _work(save, runtime, self.store)
+                save.work = _work(save, runtime, self.store, self._thresholds)
             for rows in save.work:
                 piece = self._credit if shared else _IDLE_PIECE_TOKENS
                 self._credit -= piece if rows is None else rows
@@ -139,7 +147,7 @@ class Saver:
         return len(self._saves)
 
 
-def _work(save: _Save, runtime: Runtime | None, store: PayloadStore) -> _Work:
+def _work(save: _Save, runtime: Runtime | None, store: PayloadStore, thresholds: Thresholds) -> _Work:
     """Does a save piece by piece; leaves the outcome in it."""
     order = save.order
     if runtime is None:  # the first request may end before the model is attached
@@ -168,7 +176,7 @@ def _work(save: _Save, runtime: Runtime | None, store: PayloadStore) -> _Work:
             residuals.append(None if residual is None else encode_scores(residual.numpy()))
             done = False
             try:
-                runs += runtime.gather_runs(blocks, _sources(order, start, stop, attention, residual))
+                runs += runtime.gather_runs(blocks, _sources(order, start, stop, attention, residual, thresholds))
                 if stop == new.stop:
                     save.stored[new.object_id] = _put(store, new, runs, residuals)
                 done = True
@@ -186,13 +194,14 @@ def _sources(
     stop: int,
     attention: np.ndarray[tuple[int], np.dtype[np.float32]] | None,
     residual: torch.Tensor | None,
+    thresholds: Thresholds,
 ) -> Iterable[Source]:
     """Returns rows `[start, stop)` with their precision."""
     if order.precision != MIXED:
         return [Source(start, stop - start, order.precision)]
     if attention is None or residual is None:  # a risk that is not known is not guessed
         return [Source(start, stop - start, Tag.EXACT)]
-    return tagged_sources(start, stop, block_tags(attention[start:stop], residual.numpy()))
+    return tagged_sources(start, stop, block_tags(attention[start:stop], residual.numpy(), thresholds))
 
 
 def _put(store: PayloadStore, new: NewObject, runs: list[PackedRun], residuals: list[Codes | None]) -> Stored:

@@ -193,6 +193,11 @@ class Precision(_Part):
             raise ValueError(f"tau_low={self.tau_low} lies above tau_high={self.tau_high}")
         return self
 
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The four numbers by name, as `ConnectorConfig` has them."""
+        return self.model_dump(exclude={"candidates"})
+
 
 class AttentionExample(_Part):
     """Stored attention over one resumed prompt and the blocks that were taken, for the plot (PatchKV, formulas 10 to 12).
