@@ -52,7 +52,8 @@ class AsyncAgentCache:
 
     def __init__(self, model: str | Path = "smollm2", *, policy: str = "prefix_cache", **settings: Any) -> None:
         self.config = CacheConfig.build(model=str(model), policy=policy, **settings)
-        get_policy(self.config.policy, self.config.policy_options)  # an unknown one is known before the engine starts
+        # An unknown one is known before the engine starts.
+        get_policy(self.config.policy, self.config.options_for(self.config.policy, self.config.policy_options))
         self._session = Session(self.config)
         self._lifecycle = asyncio.Lock()
         self._description: dict[str, Any] = {}

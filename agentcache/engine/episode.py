@@ -177,7 +177,8 @@ class AsyncEpisode:
         config = self._session.config
         policy = request.policy or config.policy
         given = request.policy_options
-        options = given if given is not None else config.policy_options if policy == config.policy else {}
+        own = given if given is not None else config.policy_options if policy == config.policy else {}
+        options = config.options_for(policy, own)
         check_policy_reaches_engine(get_policy(policy, options), config.connector.policy_modules)
         return policy, options
 

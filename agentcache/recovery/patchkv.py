@@ -71,8 +71,9 @@ class PatchKV(RecoveryPolicy):
     def __post_init__(self) -> None:
         if (self.window is None) == (self.length_model is None):
             raise ConfigError(
-                f"patchkv takes its dirty window from window=TOKENS or from a profile's length_model, exactly one of them; "
-                f"got window={self.window}, length_model={self.length_model!r}"
+                f"patchkv takes its dirty window from the model's profile or from window=TOKENS, exactly one of them; got "
+                f"window={self.window}, length_model={self.length_model!r}. Make a profile with `agentcache profile` and give "
+                f"it as profile=FILE to the cache, or set the window"
             )
         if self.window is not None:
             check_count(self.name, "window", self.window, 0)
