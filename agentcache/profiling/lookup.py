@@ -35,12 +35,10 @@ def profile_for(model: str, path: Path | None) -> Profile | None:
     Raises:
         ConfigError: The file cannot be read, is no profile, or is one of another model.
     """
-    if path is None and model in BUILTIN_MODELS:
-        return next((profile for profile in shipped_profiles() if profile.model.name == model), None)
-    found = _fingerprint(model)
     if path is None:
-        return next((profile for profile in shipped_profiles() if found and profile.model.is_same_model(found)), None)
+        return next((profile for profile in shipped_profiles() if _ships_for(profile, model)), None)
     profile = Profile.load(path)
+    found = _fingerprint(model)
     same = profile.model.name == model if found is None else profile.model.is_same_model(found)
     if not same:
         raise ConfigError(
@@ -48,6 +46,16 @@ def profile_for(model: str, path: Path | None) -> Profile | None:
             f"make one of this model with `agentcache profile`"
         )
     return profile
+
+
+def _ships_for(profile: Profile, model: str) -> bool:
+    if model in BUILTIN_MODELS:
+        return profile.model.name == model
+    try:
+        found = _fingerprint(model)
+    except ConfigError:
+        return False  # a model of a form that cannot be told, so not one of ours
+    return found is not None and profile.model.is_same_model(found)
 
 
 def _fingerprint(model: str) -> ModelFingerprint | None:
