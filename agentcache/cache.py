@@ -18,6 +18,7 @@ from agentcache.episodes import Rendered
 from agentcache.episodes.messages import Tool
 from agentcache.errors import AgentCacheError
 from agentcache.events import EventKind, Subscriber
+from agentcache.guard import QualityGuard
 from agentcache.reply import Reply, StreamChunk, VersionRecord
 from agentcache.request import GenerateOptions, Messages
 
@@ -203,6 +204,11 @@ class AgentCache:
         return self._cache.tokenizer
 
     @property
+    def guard(self) -> QualityGuard:
+        """The quality guard: what runs exactly because of it, and `reset`; may be used from any thread."""
+        return self._cache.guard
+
+    @property
     def pids(self) -> list[int]:
         """Ids of the engine's processes: EngineCore, then workers."""
         return self._cache.pids
@@ -236,7 +242,7 @@ class AgentCache:
         return self._cache.subscribe(subscriber, kinds)
 
     def stats(self) -> dict[str, Any]:
-        """Returns `engine` (what was learned of the model at start-up), `kv_tokens`, `episodes` and each rank's counters."""
+        """Returns `engine` (what was learned of the model), `kv_tokens`, `episodes`, `guard` and each rank's counters."""
         return self._thread.call(self._cache.stats())
 
     def reset_prefix_cache(self, *, checkpoints: bool = False) -> bool:

@@ -22,6 +22,7 @@ from agentcache.episodes import Rendered
 from agentcache.episodes.messages import Tool
 from agentcache.errors import AgentCacheError, UnknownVersionError, UnsupportedModelError
 from agentcache.events import EventKind, JsonlEventLog, Subscriber
+from agentcache.guard import QualityGuard
 from agentcache.recovery import get_policy
 from agentcache.reply import Reply, StreamChunk
 from agentcache.request import GenerateOptions, Messages, RequestOptions
@@ -154,6 +155,7 @@ class AsyncAgentCache:
 
     async def _stop(self) -> None:
         engine, self._session.engine = self._session.engine, None
+        await self._session.shadows.stop()
         if engine is not None:
             await asyncio.to_thread(engine.stop)
         if self._finalizer is not None:
@@ -237,17 +239,23 @@ class AsyncAgentCache:
         """The model's transformers tokenizer."""
         return self._session.tokenizer
 
+    @property
+    def guard(self) -> QualityGuard:
+        """The quality guard: what runs exactly because of it, and `reset`. A restart of the engine keeps what it knows."""
+        return self._session.guard
+
     def subscribe(self, subscriber: Subscriber, kinds: Iterable[EventKind] | None = None) -> Callable[[], None]:
         """Adds a function or coroutine function that gets each event; returns the function that removes it."""
         return self._session.bus.subscribe(subscriber, kinds)
 
     async def stats(self) -> dict[str, Any]:
-        """Returns `engine` (what was learned of the model at start-up), `kv_tokens`, `episodes` and each rank's counters."""
+        """Returns `engine` (what was learned of the model), `kv_tokens`, `episodes`, `guard` and each rank's counters."""
         engine = self._session.running()
         return {
             "engine": dict(self._description),
             "kv_tokens": engine.kv_tokens,
             "episodes": len(self._session.tracker.episodes()),
+            "guard": self._session.guard.stats() | {"waiting": self._session.shadows.waiting},
             "ranks": await engine.call("agentcache_stats"),
         }
 

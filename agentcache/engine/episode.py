@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Unpack
 
@@ -120,6 +121,7 @@ class AsyncEpisode:
 
     def drop(self) -> None:
         """Forgets the episode and every version that no fork needs. Their checkpoints leave the store when it needs the room."""
+        self._session.guard.forget(self.id)
         for version in self._session.tracker.drop(self.id):
             self._session.reports.pop(version, None)
             self._session.without_kv.discard(version)
@@ -138,13 +140,21 @@ class AsyncEpisode:
         started = time.perf_counter()
         revision = self._record(prompt, parent, request)
         session.without_kv.add(revision.version)
+        admission = session.shadows.admit(
+            request,
+            episode=self.id,
+            version=revision.version,
+            parent=parent or revision.parent,
+            policy=policy,
+            options=policy_options,
+        )
         resume = ResumeParams(
             version=revision.version,
             parent=parent or revision.parent,
             namespace=session.config.namespace,
             episode=self.id,
-            policy=policy,
-            options=policy_options,
+            policy=admission.policy,
+            options=admission.options,
             aligned=[*revision.diff.aligned] if parent is not None and parent == revision.parent else None,
             boundaries=[*revision.boundaries],
             save=request.save,
@@ -155,7 +165,7 @@ class AsyncEpisode:
         reply: Reply | None = None
         chunks = session.run(
             prompt,
-            request,
+            admission.request,
             started=started,
             resume=resume,
             diff_ms=revision.diff_ms,
@@ -165,12 +175,13 @@ class AsyncEpisode:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     generated += chunk.token_ids
-                    reply = chunk.reply
-                    if reply is None:
+                    if chunk.reply is None:
                         yield chunk
+                    else:
+                        reply = session.shadows.settle(admission, chunk.reply, episode=self.id, prompt=prompt.token_ids)
         finally:
             self._finish(revision, generated, reply)
-        yield chunk
+        yield replace(chunk, reply=reply)
 
     def _policy(self, request: RequestOptions) -> tuple[str, dict[str, Any]]:
         """Returns the request's policy and options, the cache's where it gives none; raises when they are not allowed."""

@@ -80,6 +80,7 @@ async def run_request(
     resume: ResumeParams | None = None,
     diff_ms: float = 0.0,
     every_token: bool = True,
+    priority: int = 0,
 ) -> AsyncGenerator[StreamChunk, None]:
     """Yields the chunks of one request; the last one carries the reply. Closing the generator aborts the request.
 
@@ -91,6 +92,7 @@ async def run_request(
         resume: The request's place in its episode; None outside of one.
         diff_ms: Time that the diff took.
         every_token: Whether each token is a chunk, or only the first and the rest.
+        priority: Smaller ones go first where the engine schedules by priority.
 
     Raises:
         ConfigError: vLLM does not allow the request, e.g. a prompt that is too long.
@@ -102,7 +104,7 @@ async def run_request(
     salt = options.salt if resume is None and options.salt else None
     prompt = tokens_input(token_ids, cache_salt=salt)
     deadline = None if options.timeout is None else asyncio.get_running_loop().time() + options.timeout
-    outputs = engine.llm.generate(prompt, params, f"agentcache-{next(_numbers)}")
+    outputs = engine.llm.generate(prompt, params, f"agentcache-{next(_numbers)}", priority=priority)
     texts: list[str] = []
     ids: list[int] = []
     logprobs: list[Mapping[int, float]] | None = None if options.logprobs is None else []

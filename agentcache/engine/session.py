@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import datetime
@@ -12,12 +13,14 @@ import numpy as np
 
 from agentcache.config import CacheConfig
 from agentcache.engine.launch import Engine
+from agentcache.engine.shadow import Shadows
 from agentcache.episodes import EpisodeTracker, Rendered, Renderer
 from agentcache.episodes.diff import TokenIds, as_ids
 from agentcache.episodes.messages import Tool
 from agentcache.episodes.pieces import TokenArray
 from agentcache.errors import AgentCacheError, StoreError
 from agentcache.events import EventBus
+from agentcache.guard import QualityGuard
 from agentcache.reply import RecoveryReport, StreamChunk
 from agentcache.request import Messages, RequestOptions
 from agentcache.store.tiers import KVStore, Manifest, Refused
@@ -39,6 +42,8 @@ class Session:
         engine: The running engine, or None.
         loop: The event loop that the engine belongs to.
         store: The caller's handle of the store below memory, or None.
+        guard: Judges approximate resumes.
+        shadows: Runs the exact twins that it judges them by.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -50,6 +55,8 @@ class Session:
         self.engine: Engine | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.store: KVStore | None = None
+        self.guard = QualityGuard(config.guard)
+        self.shadows = Shadows(self)
         self._tokenizer: Any = None
         self._renderer: Renderer | None = None
 
@@ -146,8 +153,12 @@ class Session:
         chat = cast("Sequence[Mapping[str, Any]]", messages)
         return await asyncio.to_thread(self._renderer.render, chat, tools=tools, generated=replies, now=began)
 
-    def run(self, prompt: Rendered, options: RequestOptions, **details: Any) -> AsyncGenerator[StreamChunk, None]:
-        """Returns the chunks of one request on the running engine; see `requests.run_request`."""
+    async def run(self, prompt: Rendered, options: RequestOptions, **details: Any) -> AsyncGenerator[StreamChunk, None]:
+        """Yields the chunks of one request on the running engine; see `requests.run_request`."""
         from agentcache.engine.requests import run_request  # it imports vLLM, which `launch` does quietly
 
-        return run_request(self.running(), prompt.token_ids.tolist(), options, **details)
+        chunks = run_request(self.running(), prompt.token_ids.tolist(), options, **details)
+        with self.shadows.giving_way():
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
