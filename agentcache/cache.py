@@ -255,6 +255,10 @@ class AgentCache:
         """Returns a recovery's relative errors against a full prefill (`engine.selfcheck`); the engine must be idle."""
         return self._thread.call(self._cache.check_recovery(old_ids, new_ids, prefix, suffix))
 
+    def profile_pair(self, old_ids: Sequence[int], new_ids: Sequence[int], **wanted: Any) -> dict[str, Any]:
+        """Returns what two revisions of a prompt show on an idle engine; see `AsyncAgentCache.profile_pair`."""
+        return self._thread.call(self._cache.profile_pair(old_ids, new_ids, **wanted))
+
     def restart(self) -> Self:
         """Returns self with a new engine. Episodes keep their history; their KV is gone, so each next request is exact."""
         self._thread.call(self._cache.restart())

@@ -272,6 +272,19 @@ class AsyncAgentCache:
         await self._empty()
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
+    async def profile_pair(self, old_ids: Sequence[int], new_ids: Sequence[int], **wanted: Any) -> dict[str, Any]:
+        """Returns what two revisions of a prompt show on an idle engine; see `engine.profile_rpc.measure_pair`, and its options.
+
+        Raises:
+            AgentCacheError: The engine is not idle.
+            RequestError: Nothing is aligned behind the edit, or the KV cache is too small.
+        """
+        await self._empty()
+        ranks = await self._session.running().call("agentcache_profile", list(old_ids), list(new_ids), wanted)
+        await self._empty()
+        measured: dict[str, Any] = ranks[0]  # they have agreed on all that they measured
+        return measured
+
     async def _empty(self) -> None:
         """Empties the prefix cache of an engine without open requests or saves."""
         deadline = time.monotonic() + _IDLE_S

@@ -16,7 +16,7 @@ from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 from agentcache.types import Run, complement
 
-__all__ = ["check_recovery"]
+__all__ = ["Scratch", "check_recovery"]
 
 _RUN = 8  # rows a segment
 
@@ -26,18 +26,30 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-30))
 
 
-class _Scratch:
-    """Block tables at the end of the KV cache."""
+class Scratch:
+    """Block tables at the end of an idle engine's KV cache, one below the other.
+
+    Args:
+        runtime: The rank's.
+        num_blocks: Pages of the KV cache.
+    """
 
     def __init__(self, runtime: Runtime, num_blocks: int) -> None:
         self.runtime = runtime
         self.next = num_blocks
 
     def table(self, tokens: int) -> torch.Tensor:
+        """Returns an int64 block table with room for `tokens` rows that overlaps with none before.
+
+        Raises:
+            ValueError: The KV cache is used up.
+        """
         count = -(-tokens // self.runtime.block_size)
         self.next -= count
         if self.next < 1:
-            raise ValueError(f"the KV cache is too small for the check: {count} more blocks are needed")
+            raise ValueError(
+                f"the KV cache is too small to measure in: {count} more blocks are needed; give the engine more kv_bytes"
+            )
         return torch.arange(self.next, self.next + count, dtype=torch.int64)
 
 
@@ -61,7 +73,7 @@ def check_recovery(
         restored and rotated. `stale_kv`, `stale_logits`: the suffix left unrepaired, to show that the check can fail.
     """
     assert old_ids[:prefix] == new_ids[:prefix] and old_ids[-suffix:] == new_ids[-suffix:]
-    scratch = _Scratch(runtime, num_blocks)
+    scratch = Scratch(runtime, num_blocks)
     store = PayloadStore()
 
     def prefill(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

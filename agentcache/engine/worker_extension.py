@@ -8,6 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from agentcache.engine.connector import AgentCacheConnector
+from agentcache.engine.profile_rpc import measure_pair
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.selfcheck import check_recovery
 from agentcache.engine.worker_half import WorkerHalf
@@ -43,13 +44,21 @@ class WorkerExtension:
 
     def agentcache_check(self, old_ids: list[int], new_ids: list[int], prefix: int, suffix: int) -> dict[str, float]:
         """Returns the errors of a recovery against a full prefill, see `selfcheck`; the engine must be idle."""
+        errors: dict[str, float] = check_recovery(*self._agentcache_pages(), old_ids, new_ids, prefix, suffix)
+        return errors
+
+    def agentcache_profile(self, old_ids: list[int], new_ids: list[int], wanted: dict[str, Any]) -> dict[str, Any]:
+        """Returns what one pair of revisions shows, see `profile_rpc.measure_pair`; the engine must be idle."""
+        measured: dict[str, Any] = measure_pair(*self._agentcache_pages(), old_ids, new_ids, **wanted)
+        return measured
+
+    def _agentcache_pages(self) -> tuple[Runtime, Any, int]:
+        """Returns the runtime, the model and how many pages the KV cache has."""
         runtime = self._agentcache_half().runtime
         if runtime is None:
             raise RuntimeError("call agentcache_attach first")
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        blocks = int(runner.kv_cache_config.num_blocks)
-        errors: dict[str, float] = check_recovery(runtime, runner.get_model(), blocks, old_ids, new_ids, prefix, suffix)
-        return errors
+        return runtime, runner.get_model(), int(runner.kv_cache_config.num_blocks)
 
     def agentcache_report(self, namespace: str, version: str) -> dict[str, Any] | None:
         """Returns the report of a version so far, or None when it is not known here."""
