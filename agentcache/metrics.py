@@ -25,6 +25,9 @@ happen. Of an engine that cannot be asked (it has died, or the cache is closed) 
 | `agentcache_restore_seconds` | cache, policy | histogram: the restore of a resume's rows |
 | `agentcache_resumes_total` | cache, policy, outcome | `restored`, `resident` (vLLM had the rows) or `computed` (a miss) |
 | `agentcache_resume_tokens_total` | cache, policy, source | rows: `restored`, `recomputed`, `computed` by vLLM, `lost` |
+| `agentcache_shadows_total` | cache, policy, outcome | resumes that the quality guard chose: top-1 `agreed`, `disagreed`, no result: `failed`, `dropped`, `unfit` |
+| `agentcache_shadow_kl` | cache, policy | histogram: KL of the first token, exact to resumed, in nats |
+| `agentcache_fallbacks_total` | cache, policy, scope | falls to exact: of an `episode`, of the `policy` |
 
 `cache` is the name given to `watch`, `tier` is `memory`, `disk` or `redis`, `tag` a precision, and `kind` that of
 `store.tiers.Refused` or `Lost`.
@@ -54,13 +57,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from agentcache.errors import AgentCacheError, ConfigError
-from agentcache.events import Event, EventKind, KVResumed, Subscriber
+from agentcache.events import Event, EventKind, KVResumed, PolicyFellBack, QualityChecked, Subscriber
 from agentcache.store.tiers.base import KVStore
 from agentcache.store.tiers.outcomes import StoreStats
 
 __all__ = ["CacheMetrics", "StoreMetrics", "WatchedCache"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_NATS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _PREFIX = "agentcache_store_"
 
 _GAUGES: tuple[tuple[str, str, Callable[[StoreStats], int]], ...] = (
@@ -194,6 +198,16 @@ class CacheMetrics(Collector):
             [*labels, "source"],
             registry=registry,
         )
+        self._kl = Histogram(
+            "agentcache_shadow_kl",
+            "KL of a resume's first token, exact to resumed, in nats.",
+            labels,
+            buckets=_NATS,
+            registry=registry,
+        )
+        self._fallbacks = Counter(
+            "agentcache_fallbacks", "Falls to exact recovery.", [*labels, "scope"], registry=registry
+        )
         registry.register(self)
 
     def watch(self, cache: WatchedCache, name: str = "default") -> None:
@@ -211,7 +225,9 @@ class CacheMetrics(Collector):
             if any(other.name == name for other in self._watched):
                 raise ConfigError(f"a cache of the name {name!r} is watched already: give this one another name")
             self._watched.append(watched)
-        watched.stop = cache.subscribe(lambda event: self._resumed(name, event), ["kv_resumed"])
+        watched.stop = cache.subscribe(
+            lambda event: self._heard(name, event), ["kv_resumed", "quality_checked", "policy_fell_back"]
+        )
 
     def unwatch(self, cache: WatchedCache) -> None:
         """Takes a cache out again; one that is not watched is ignored."""
@@ -221,10 +237,15 @@ class CacheMetrics(Collector):
         for watched in out:
             watched.stop()
 
-    def _resumed(self, name: str, event: Event) -> None:
-        if not isinstance(event, KVResumed) or not event.recovery:
-            return  # an announced resume: its request is still to come
-        recovery = event.recovery
+    def _heard(self, name: str, event: Event) -> None:
+        if isinstance(event, QualityChecked):
+            self._kl.labels(name, event.policy).observe(event.kl)
+        elif isinstance(event, PolicyFellBack):
+            self._fallbacks.labels(name, event.policy, event.scope).inc()
+        elif isinstance(event, KVResumed) and event.recovery:  # else it is announced: its request is still to come
+            self._resumed(name, event.recovery)
+
+    def _resumed(self, name: str, recovery: Mapping[str, Any]) -> None:
         policy, restored = recovery["policy"], recovery["restored_tokens"]
         if restored:
             self._restore.labels(name, policy).observe(recovery["restore_ms"] / 1e3)
@@ -271,6 +292,7 @@ _CACHE_COUNTERS = (
     ("hits", "Versions that were found below memory.", ("tier",)),
     ("misses", "Versions that were not.", ("tier",)),
     ("lost", "Payloads that could not be had.", ("tier", "kind")),
+    ("shadows", "Resumes that the quality guard chose.", ("policy", "outcome")),
 )
 
 
@@ -284,6 +306,9 @@ def _families() -> dict[str, Any]:
 def _add_stats(families: Mapping[str, Any], name: str, stats: Mapping[str, Any]) -> None:
     """Adds what `AgentCache.stats` tells of one engine."""
     families["episodes"].add_metric([name], stats["episodes"])
+    for policy, counts in stats["guard"]["policies"].items():
+        for outcome in ("agreed", "disagreed", "failed", "dropped", "unfit"):
+            families["shadows"].add_metric([name, policy, outcome], counts[outcome])
     ranks: list[dict[str, Any]] = stats["ranks"]
     first = ranks[0]
     for tag, size in _total(rank["tag_bytes"] for rank in ranks).items():

@@ -11,9 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from agentcache.cache import AgentCache
+from agentcache.config import GuardConfig
 from agentcache.engine.wire import Recovery
 from agentcache.errors import ConfigError, EngineDeadError
 from agentcache.events import EventBus, EventKind, KVResumed, Subscriber
+from agentcache.guard import QualityGuard
 from agentcache.metrics import CacheMetrics, StoreMetrics
 from agentcache.store.tiers import Manifest, open_store
 from agentcache.store.tiers.conformance_kit import Material, found, refused
@@ -134,6 +136,10 @@ def rank_stats(**more: Any) -> dict[str, Any]:
     }
 
 
+def cache_stats(episodes: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"episodes": episodes, "guard": QualityGuard(GuardConfig()).stats(), "ranks": ranks}
+
+
 def cache_value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
     return registry.get_sample_value(f"agentcache_{name}", {"cache": "default", **labels})
 
@@ -144,7 +150,7 @@ def recovery(**fields: Any) -> dict[str, Any]:
 
 def test_a_cache_without_a_store_has_its_memory_counted() -> None:
     registry = CollectorRegistry()
-    CacheMetrics(registry).watch(FakeCache({"episodes": 7, "ranks": [rank_stats(), rank_stats()]}))
+    CacheMetrics(registry).watch(FakeCache(cache_stats(7, [rank_stats(), rank_stats()])))
     assert cache_value(registry, "up") == 1
     assert cache_value(registry, "episodes") == 7
     assert cache_value(registry, "bytes", tier="memory", tag="k8v4") == 700
@@ -172,7 +178,7 @@ def test_the_tiers_below_are_counted_where_they_are_known() -> None:
             }
         ),
     ]
-    CacheMetrics(registry).watch(FakeCache({"episodes": 0, "ranks": ranks}))
+    CacheMetrics(registry).watch(FakeCache(cache_stats(0, ranks)))
     assert cache_value(registry, "versions", tier="disk") == 9
     assert cache_value(registry, "bytes", tier="disk", tag="mixed") == 70
     assert cache_value(registry, "open_saves", tier="disk") == 6
@@ -187,7 +193,7 @@ def test_the_tiers_below_are_counted_where_they_are_known() -> None:
 def test_an_engine_that_has_not_stepped_yet_has_what_is_known() -> None:
     registry = CollectorRegistry()
     young = rank_stats(index={}, tier={"worker": {"pending": 0, "tiers": [tier_stats()]}, "scheduler": {}})
-    CacheMetrics(registry).watch(FakeCache({"episodes": 0, "ranks": [young]}))
+    CacheMetrics(registry).watch(FakeCache(cache_stats(0, [young])))
     assert cache_value(registry, "up") == 1
     assert cache_value(registry, "versions", tier="memory") is None
     assert cache_value(registry, "open_saves", tier="disk") is None
@@ -195,7 +201,7 @@ def test_an_engine_that_has_not_stepped_yet_has_what_is_known() -> None:
 
 def test_each_resume_is_observed_once() -> None:
     registry = CollectorRegistry()
-    metrics, cache = CacheMetrics(registry), FakeCache({"episodes": 0, "ranks": [rank_stats()]})
+    metrics, cache = CacheMetrics(registry), FakeCache(cache_stats(0, [rank_stats()]))
     metrics.watch(cache)
     restored = recovery(restored_tokens=90, recomputed_tokens=8, new_tokens=3, lost_tokens=2, restore_ms=4.0)
     for fields in (restored, recovery(new_tokens=5), recovery(new_tokens=50, reason="parent is unknown")):
@@ -215,11 +221,32 @@ def test_each_resume_is_observed_once() -> None:
     assert cache_value(registry, "up") is None
 
 
+def test_what_the_quality_guard_finds_is_counted_by_policy() -> None:
+    registry = CollectorRegistry()
+    guard = QualityGuard(GuardConfig(share=1, max_kl=1, window=1, episode_strikes=1, policy_episodes=2))
+    cache = FakeCache(cache_stats(0, [rank_stats()]))
+    CacheMetrics(registry).watch(cache)
+    for episode, kl, agrees in (("e", 0.02, True), ("e", 2.0, True), ("f", 3.0, False)):
+        checked, falls = guard.record(episode, "v", "epic", kl, agrees)
+        for event in (checked, *falls):
+            cache.bus.emit(event)
+    for why in ("failed", "dropped", "dropped"):
+        guard.missed("epic", why)
+    cache.answer = cache_stats(0, [rank_stats()]) | {"guard": guard.stats()}
+    for outcome, count in {"agreed": 2, "disagreed": 1, "failed": 1, "dropped": 2, "unfit": 0}.items():
+        assert cache_value(registry, "shadows_total", policy="epic", outcome=outcome) == count
+    assert cache_value(registry, "shadow_kl_count", policy="epic") == 3
+    assert cache_value(registry, "shadow_kl_sum", policy="epic") == pytest.approx(5.02)
+    assert cache_value(registry, "shadow_kl_bucket", policy="epic", le="0.03") == 1
+    assert cache_value(registry, "fallbacks_total", policy="epic", scope="episode") == 2
+    assert cache_value(registry, "fallbacks_total", policy="epic", scope="policy") == 1
+
+
 def test_an_engine_that_cannot_be_asked_is_down_and_disturbs_no_other() -> None:
     registry = CollectorRegistry()
     metrics = CacheMetrics(registry)
     metrics.watch(FakeCache(EngineDeadError("it has died")), "dead")
-    metrics.watch(FakeCache({"episodes": 1, "ranks": [rank_stats()]}), "alive")
+    metrics.watch(FakeCache(cache_stats(1, [rank_stats()])), "alive")
     assert registry.get_sample_value("agentcache_up", {"cache": "dead"}) == 0
     assert registry.get_sample_value("agentcache_up", {"cache": "alive"}) == 1
     assert registry.get_sample_value("agentcache_versions", {"cache": "dead", "tier": "memory"}) is None
@@ -227,7 +254,7 @@ def test_an_engine_that_cannot_be_asked_is_down_and_disturbs_no_other() -> None:
 
 
 def test_two_caches_cannot_have_one_name() -> None:
-    metrics, stats = CacheMetrics(CollectorRegistry()), {"episodes": 0, "ranks": [rank_stats()]}
+    metrics, stats = CacheMetrics(CollectorRegistry()), cache_stats(0, [rank_stats()])
     metrics.watch(FakeCache(stats))
     with pytest.raises(ConfigError, match="'default' is watched already"):
         metrics.watch(FakeCache(stats))
