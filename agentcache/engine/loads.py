@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from agentcache.engine.planning import OnlineOrder, Planned
 from agentcache.engine.state import Load, RequestState
 from agentcache.store.extents import LoadExtent
 from agentcache.store.index import CheckpointIndex
-from agentcache.types import Run, complement
+from agentcache.types import Run, clip_runs, complement, merge_runs
 
-__all__ = ["plan_load"]
+__all__ = ["QUERY_TOKENS", "online_order", "plan_load"]
+
+QUERY_TOKENS = 32
+"""Most of the prompt's last tokens that are asked what they attend to (as formulas 10)."""
 
 
 def plan_load(index: CheckpointIndex, state: RequestState, start: int, *, background: bool = False) -> Load:
@@ -39,3 +43,19 @@ def _kept(index: CheckpointIndex, extents: Iterable[LoadExtent], exact_end: int)
         if skip < extent.length:
             object_id, offset, length, position, shift = extent
             yield LoadExtent(object_id, offset + skip, length - skip, position + skip, shift)
+
+
+def online_order(planned: Planned, load: Load, prompt: Sequence[int]) -> OnlineOrder:
+    """Returns what the worker needs to choose further rows of a load.
+
+    Args:
+        planned: With an online policy.
+        load: What is copied and computed in any case.
+        prompt: The prompt's ids.
+    """
+    plan, policy, context = planned.plan, planned.policy, planned.context
+    assert plan is not None and policy is not None and context is not None
+    copied = merge_runs((e.position, e.position + e.length) for e in load.extents)
+    rows = clip_runs(copied, max(load.start, context.diff.prefix), plan.load_end)
+    query = prompt[max(plan.load_end, len(prompt) - QUERY_TOKENS) :]
+    return OnlineOrder(policy, context, tuple(rows), tuple(query))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from agentcache.engine.planning import OnlineOrder
 from agentcache.store.extents import LoadExtent, NewObject
 from agentcache.types import Run
 
@@ -43,6 +44,7 @@ class LoadOrder:
         extents: Rows to copy.
         recompute: Rows to compute, ascending and disjoint.
         background: Whether the recomputation may spread over several steps (the request waits for it).
+        online: How further rows are chosen, when the policy does that.
     """
 
     request_id: str
@@ -53,6 +55,7 @@ class LoadOrder:
     extents: list[LoadExtent]
     recompute: list[Run]
     background: bool
+    online: OnlineOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,10 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class LoadReport:
-    """What one load did on one rank."""
+    """What one load did on one rank.
+
+    `repaired` are the rows that were chosen in the worker, where the ranks choose the same; `fault` says why none could be.
+    """
 
     restored_tokens: int = 0
     restored_bytes: int = 0
@@ -135,6 +141,9 @@ class LoadReport:
     lost_tokens: int = 0
     restore_ms: float = 0.0
     recompute_ms: float = 0.0
+    select_ms: float = 0.0
+    repaired: tuple[Run, ...] = ()
+    fault: str | None = None
 
     def worst(self, other: LoadReport) -> LoadReport:
         """Returns the slower of two ranks' reports: sums of bytes, maxima of the rest."""
@@ -145,6 +154,9 @@ class LoadReport:
             max(self.lost_tokens, other.lost_tokens),
             max(self.restore_ms, other.restore_ms),
             max(self.recompute_ms, other.recompute_ms),
+            max(self.select_ms, other.select_ms),
+            self.repaired,
+            self.fault or other.fault,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,52 @@ import numpy as np
 from agentcache.engine.wire import ResumeParams
 from agentcache.episodes.diff import diff_tokens
 from agentcache.errors import ConfigError
-from agentcache.recovery.base import PolicyContext, RecoveryPlan
+from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan
 from agentcache.recovery.planner import plan
 from agentcache.recovery.registry import get_policy
 from agentcache.store.index import Version
 from agentcache.store.scores import decode_scores
-from agentcache.types import AlignedRun, PromptDiff
+from agentcache.types import AlignedRun, PromptDiff, Run
 
-__all__ = ["plan_request", "refusal"]
+__all__ = ["OnlineOrder", "Planned", "plan_request", "refusal"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What was planned for a request.
+
+    Attributes:
+        plan: None when nothing can be reused.
+        prefix: |P|.
+        reason: Why there is no plan.
+        policy: When it chooses further rows in the worker.
+        context: What it was shown; None without a plan.
+    """
+
+    plan: RecoveryPlan | None
+    prefix: int
+    reason: str | None
+    policy: OnlinePolicy | None = None
+    context: PolicyContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineOrder:
+    """What a worker needs to choose further rows of one load.
+
+    Attributes:
+        policy: Chooses.
+        context: What the policy was shown in the scheduler.
+        rows: Restored rows of S that it may choose, ascending and disjoint; none of them in a block of vLLM's own hit.
+        query: The prompt's last tokens, those that ask: all or the last of what follows `load_end`.
+    """
+
+    policy: OnlinePolicy
+    context: PolicyContext
+    rows: tuple[Run, ...]
+    query: tuple[int, ...]
 
 
 def refusal(request: Any) -> str | None:
@@ -85,10 +122,8 @@ def _measured(
     return attention, generations
 
 
-def plan_request(
-    prompt: Sequence[int], parent: Version, params: ResumeParams, exact_end: int
-) -> tuple[RecoveryPlan | None, int, str | None]:
-    """Returns the plan of a resume and |P|, or None and the reason.
+def plan_request(prompt: Sequence[int], parent: Version, params: ResumeParams, exact_end: int) -> Planned:
+    """Returns the plan of a resume, or the reason why there is none.
 
     Args:
         prompt: The new prompt's ids.
@@ -100,18 +135,14 @@ def plan_request(
     try:
         policy = get_policy(params.policy, params.options)
         diff = _checked_diff(token_ids, parent, params)
-        made = plan(
-            policy,
-            PolicyContext(diff, token_ids, params.boundary_tuple(), *_measured(parent, diff)),
-            parent_exact_end=exact_end,
-            missing=parent.missing(),
-            limit=len(token_ids) - 1,
-        )
+        context = PolicyContext(diff, token_ids, params.boundary_tuple(), *_measured(parent, diff))
+        made = plan(policy, context, parent_exact_end=exact_end, missing=parent.missing(), limit=len(token_ids) - 1)
     except ConfigError as error:
-        return None, 0, str(error)
+        return Planned(None, 0, str(error))
     except Exception as error:  # a policy may be anybody's code; the request must live
         logger.exception("policy %s failed", params.policy)
-        return None, 0, f"policy {params.policy!r} failed: {type(error).__name__}: {error}"
+        return Planned(None, 0, f"policy {params.policy!r} failed: {type(error).__name__}: {error}")
     if made.load_end == 0:
-        return None, diff.prefix, "nothing of the parent can be reused"
-    return made, diff.prefix, None
+        return Planned(None, diff.prefix, "nothing of the parent can be reused")
+    online = policy if isinstance(policy, OnlinePolicy) and made.reused_tokens else None
+    return Planned(made, diff.prefix, None, online, context)

@@ -68,6 +68,7 @@ class Runtime:
         self._prove_rows()
         self._prove_layers()
         self.sampled = sampled_layers(len(self.pages))
+        self.query_layers = [*range(len(self.pages))]
         self._probe = AttentionProbe(self.segments, [layers[self.layer_names[i]] for i in self.sampled])
         self.probe_error = self._probe_fault()
 
@@ -125,12 +126,13 @@ class Runtime:
         store = PayloadStore()
         store.put(0, self.gather(null, 1, 1 + count))
         for turn in (0, shift):
-            self._clear_null_block()
+            self.clear_null_block()
             self.restore(store, [LoadExtent(0, 0, count, 1, turn)], null)
             differ(self.rotation.rotate(key, turn), f"rows restored with a shift of {turn}")
-        self._clear_null_block()
+        self.clear_null_block()
 
-    def _clear_null_block(self) -> None:
+    def clear_null_block(self) -> None:
+        """Zeroes the page that no request holds."""
         for cache in self.caches:
             torch.select(cache, self._block_axis, 0).zero_()
 
@@ -150,7 +152,7 @@ class Runtime:
             error = (self.rotation.rotate(at, moved).float() - want.float()).abs().max() / want.float().abs().max()
             if float(error) > tolerance:
                 raise SelfCheckError(f"the keys of {name} do not turn with their position as its rotary module says")
-        self._clear_null_block()
+        self.clear_null_block()
 
     def _probe_fault(self) -> str | None:
         """Returns why attention cannot be measured here, None when a probe gives its queries and leaves the pages alone.
@@ -172,7 +174,7 @@ class Runtime:
             logger.exception("agentcache cannot measure attention on this engine; `mixed` checkpoints stay exact")
             return f"{type(error).__name__}: {error}"
         finally:
-            self._clear_null_block()
+            self.clear_null_block()
         return None
 
     def rows(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -232,11 +234,22 @@ class Runtime:
             block_ids: int64 block table of the request.
             tokens: Rows.
         """
-        layer = self.sampled[index]
+        return self.layer_mass(self.sampled[index], queries.layers[index], queries.positions, block_ids, tokens)
+
+    def layer_mass(
+        self, layer: int, queries: torch.Tensor, positions: torch.Tensor, block_ids: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        """Returns the queries' mean attention on each row of one layer, float32 `[tokens]` on the host.
+
+        Args:
+            layer: Of the model.
+            queries: `[Q, Hq, D]`, rotated.
+            positions: int64 `[Q]`, a query sees the rows up to its own position.
+            block_ids: int64 block table of the request.
+            tokens: Rows.
+        """
         scale = float(self.pages[layer].layer.impl.scale)
-        return self.kernels.attention_mass(
-            queries.layers[index], queries.positions, self.caches[layer], block_ids, tokens, scale
-        ).cpu()
+        return self.kernels.attention_mass(queries, positions, self.caches[layer], block_ids, tokens, scale).cpu()
 
     def value_residual(self, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Returns e^V, what 4 bits would lose of the values of rows `[start, stop)`, float32 `[stop - start]` on the host."""

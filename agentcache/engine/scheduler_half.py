@@ -22,7 +22,7 @@ import numpy as np
 from agentcache.config import ConnectorConfig
 from agentcache.engine.commits import lineage_salts, salt_request, version_salt
 from agentcache.engine.durable import DurableTier
-from agentcache.engine.loads import plan_load
+from agentcache.engine.loads import online_order, plan_load
 from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from agentcache.engine.planning import plan_request, refusal
 from agentcache.engine.state import RequestState
@@ -120,12 +120,14 @@ class SchedulerHalf:
             return
         started = time.perf_counter()
         exact_end = self._exact_end(request, parent)
-        plan, prefix, reason = plan_request(request.prompt_token_ids, parent, params, exact_end)
+        planned = plan_request(request.prompt_token_ids, parent, params, exact_end)
+        plan, prefix = planned.plan, planned.prefix
         state.exact_end = min(exact_end, prefix)
         state.recovery.plan_ms = (time.perf_counter() - started) * 1e3
-        state.recovery.reason = reason
+        state.recovery.reason = planned.reason
         if plan is None:
             return
+        state.online = planned if planned.policy is not None else None
         state.plan, state.parent, state.first_approximate = plan, parent, plan.first_approximate
         self.index.pin(parent)
         self.index.touch(parent)
@@ -194,7 +196,7 @@ class SchedulerHalf:
         make the requests that decode beside it wait longer than chunked prefill would.
         """
         assert state.plan is not None and state.load is not None
-        ours = run_tokens(state.load.recompute)
+        ours = run_tokens(state.load.recompute) + _most_online(state)
         rest = request.num_tokens - state.plan.load_end
         return ours > 0 and self._promised + ours + rest > self.step_tokens
 
@@ -212,7 +214,7 @@ class SchedulerHalf:
             state.blocks = tuple(block_ids)
             self._allocated.append(request)
             if not state.loading:
-                self._promised += run_tokens(state.load.recompute)
+                self._promised += run_tokens(state.load.recompute) + _most_online(state)
         elif state.plan is None:
             recovery.prefix_tokens = recovery.local_tokens
             recovery.new_tokens = request.num_prompt_tokens - recovery.local_tokens
@@ -263,7 +265,7 @@ class SchedulerHalf:
             (i for i, block in enumerate(state.blocks[: load.start // self.block_size]) if block in written), None
         )
         if first is not None:
-            load = plan_load(self.index, state, first * self.block_size, background=load.background)
+            load = state.load = plan_load(self.index, state, first * self.block_size, background=load.background)
         planned = run_tokens(clip_runs(plan.recompute, load.start, plan.load_end))
         state.recovery.lost_tokens = run_tokens(load.recompute) - planned
         self._orders.loads.append(
@@ -276,6 +278,7 @@ class SchedulerHalf:
                 extents=load.extents,
                 recompute=list(load.recompute),
                 background=load.background,
+                online=None if state.online is None else online_order(state.online, load, request.prompt_token_ids),
             )
         )
 
@@ -293,6 +296,11 @@ class SchedulerHalf:
             recovery.recomputed_tokens = load.recomputed_tokens
             recovery.lost_tokens += load.lost_tokens
             recovery.restore_ms, recovery.recompute_ms = load.restore_ms, load.recompute_ms
+            recovery.select_ms = load.select_ms
+            if state.online is not None and state.load is not None:
+                state.note_repaired(load.repaired, state.load.start)
+            recovery.count_reuse()
+            recovery.reason = load.fault or recovery.reason
             if recovery.lost_tokens:
                 recovery.reason = f"{recovery.lost_tokens} stored rows were lost or corrupt and were recomputed"
         if report.lost:
@@ -360,7 +368,8 @@ class SchedulerHalf:
         if state.parent is not None:
             self.index.unpin(state.parent)
         note = recovery.model_dump(mode="json")
-        self._note(state, {"saved": recovery.saved, "reason": recovery.reason})
+        ended = ("saved", "reason", "repair_tokens", "reused_tokens", "recompute_ratio")
+        self._note(state, {name: note[name] for name in ended})
         return keep, {KEY: note}
 
     def _begin_save(self, request: Any, state: RequestState, params: ResumeParams, block_ids: list[int]) -> bool:
@@ -381,7 +390,7 @@ class SchedulerHalf:
             parent=state.parent if plan is not None else None,
             token_ids=np.asarray(request.all_token_ids[:computed], dtype=np.int32),
             computed=computed,
-            plan_restore=plan.restore if plan is not None else (),
+            plan_restore=state.kept() if plan is not None else (),
             exact_end=computed if approximate is None else approximate,
             salts=state.salts if approximate is not None else (),
         )
@@ -422,3 +431,11 @@ class SchedulerHalf:
         """Ends the threads of the tier below."""
         if self.tier is not None:
             self.tier.close()
+
+
+def _most_online(state: RequestState) -> int:
+    """Returns how many tokens a request's policy may choose in the worker."""
+    if state.online is None:
+        return 0
+    assert state.online.policy is not None and state.online.context is not None
+    return state.online.policy.most(state.online.context)

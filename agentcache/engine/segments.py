@@ -16,7 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from agentcache.engine.vllm_compat import model_forward
+from agentcache.engine.vllm_compat import model_forward, most_runs
 
 __all__ = ["Segment", "SegmentForward"]
 
@@ -75,8 +75,7 @@ class SegmentForward:
         self.layer_names = layer_names
         self.block_size = int(kv_cache_spec.block_size)
         self.device = device
-        # Several backends size their buffers by these two.
-        self.max_runs = int(vllm_config.scheduler_config.max_num_seqs)
+        self.max_runs = most_runs(backend, vllm_config)
         self.max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         with set_current_vllm_config(vllm_config):
             # A private builder: the runner's own keeps state of the step in flight.

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from agentcache.engine.commits import Salts
 from agentcache.engine.durable import Seek
+from agentcache.engine.planning import Planned
 from agentcache.engine.wire import Recovery, ResumeParams
 from agentcache.recovery.base import RecoveryPlan
 from agentcache.store.extents import LoadExtent
 from agentcache.store.index import Version
-from agentcache.types import Run
+from agentcache.types import AlignedRun, Run, clip_runs, complement, merge_runs, run_tokens
 
 __all__ = ["Load", "RequestState"]
 
@@ -31,12 +32,15 @@ class RequestState:
 
     `plan` is None when nothing can be restored. `first_approximate` holds for the version whatever becomes of the plan,
     unless its approximate rows provably never came to be. `seek` is the search for its parent below memory, `sought_at` its
-    beginning until its payloads are here.
+    beginning until its payloads are here. `online` is set while the policy chooses further rows in the worker, `repaired` what it
+    chose there.
     """
 
     params: ResumeParams | None
     recovery: Recovery
     plan: RecoveryPlan | None = None
+    online: Planned | None = None
+    repaired: tuple[Run, ...] = ()
     parent: Version | None = None
     seek: Seek | None = None
     sought_at: float | None = None
@@ -62,6 +66,28 @@ class RequestState:
         recovery.prefix_tokens, recovery.fresh_tokens = plan.prefix_tokens, plan.fresh_tokens
         recovery.repair_tokens, recovery.reused_tokens = plan.repair_tokens, plan.reused_tokens
         recovery.new_tokens = recovery.prompt_tokens - plan.load_end
+        recovery.suffix_tokens = plan.suffix_tokens
+        recovery.count_reuse()
+        recovery.planned_ratio = recovery.recompute_ratio
+
+    def kept(self) -> tuple[AlignedRun, ...]:
+        """Returns the parent's rows that were restored and not recomputed, ascending."""
+        assert self.plan is not None
+        return tuple(
+            AlignedRun(start - run.shift, start, stop - start)
+            for run in self.plan.restore
+            for start, stop in complement(
+                clip_runs(self.repaired, run.new_start, run.new_stop), run.new_stop, run.new_start
+            )
+        )
+
+    def note_repaired(self, repaired: tuple[Run, ...], start: int) -> None:
+        """Takes in what the worker chose in a load of rows from `start` on; what an earlier load chose before them stays."""
+        assert self.plan is not None
+        self.repaired = merge_runs([*clip_runs(self.repaired, 0, start), *repaired])
+        tokens = run_tokens(self.repaired)
+        self.recovery.repair_tokens = self.plan.repair_tokens + tokens
+        self.recovery.reused_tokens = self.plan.reused_tokens - tokens
 
     def give_up(self, local: int) -> None:
         """Forgets the plan: vLLM computes the rows beyond its own `local` hit.
@@ -75,5 +101,6 @@ class RequestState:
         recovery = self.recovery
         recovery.policy, recovery.exact = "prefix_cache", self.first_approximate is None
         recovery.fresh_tokens = recovery.repair_tokens = recovery.reused_tokens = 0
+        recovery.count_reuse()
         recovery.prefix_tokens = local
         recovery.new_tokens = recovery.prompt_tokens - local

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from agentcache.errors import SelfCheckError
 
-__all__ = ["attention_layers", "model_forward", "rotary_modules"]
+__all__ = ["attention_layers", "model_forward", "most_runs", "rotary_modules"]
 
 
 def attention_layers(vllm_config: VllmConfig, names: list[str]) -> dict[str, Attention]:
@@ -40,3 +42,13 @@ def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         if isinstance(module, RotaryEmbeddingBase):
             seen[id(module)] = module
     return list(seen.values())
+
+
+def most_runs(backend: Any, vllm_config: VllmConfig) -> int:
+    """Returns how many runs one forward may have.
+
+    Several backends size buffers by `max_num_seqs`; the CPU's has none.
+    """
+    if backend.get_name() == "CPU_ATTN":
+        return int(vllm_config.scheduler_config.max_num_batched_tokens)
+    return int(vllm_config.scheduler_config.max_num_seqs)

@@ -85,6 +85,9 @@ class Recovery(BaseModel):
         fresh_tokens: |X|: new tokens before the last reused one.
         repair_tokens: |R|: aligned tokens that were computed again.
         reused_tokens: |F|: aligned tokens after the edit that were restored.
+        suffix_tokens: |S|: aligned tokens after the edit, wherever they were computed.
+        planned_ratio: Share of S that the plan recomputed, before rows were chosen in the worker or lost.
+        recompute_ratio: Share of S that was computed again, by us or by vLLM.
         new_tokens: |N|: what vLLM itself computed.
         local_tokens: Of P, X, R and F, those found in vLLM's own prefix cache.
         restored_tokens: Rows copied from the checkpoint.
@@ -96,6 +99,7 @@ class Recovery(BaseModel):
         plan_ms: Time of policy and planning in the scheduler.
         fetch_ms: Time from the request's arrival until its parent had come up from the store; 0 when it was in memory.
         restore_ms: Time of the copy.
+        select_ms: Time of measuring and choosing in the worker.
         recompute_ms: Time of the segment forward.
         ttft_ms: From the call to the first token in the caller.
         saved: What becomes of this version's checkpoint.
@@ -115,6 +119,9 @@ class Recovery(BaseModel):
     fresh_tokens: int = 0
     repair_tokens: int = 0
     reused_tokens: int = 0
+    suffix_tokens: int = 0
+    planned_ratio: float = 0.0
+    recompute_ratio: float = 0.0
     new_tokens: int = 0
     local_tokens: int = 0
     restored_tokens: int = 0
@@ -126,9 +133,16 @@ class Recovery(BaseModel):
     plan_ms: float = 0.0
     fetch_ms: float = 0.0
     restore_ms: float = 0.0
+    select_ms: float = 0.0
     recompute_ms: float = 0.0
     ttft_ms: float | None = None
     saved: Literal["pending", "no", "refused"] = "no"
+
+    def count_reuse(self) -> None:
+        """Sets `recompute_ratio` from the counts of S, F and lost rows."""
+        if self.suffix_tokens:
+            reused = max(self.reused_tokens - self.lost_tokens, 0)
+            self.recompute_ratio = round(1 - reused / self.suffix_tokens, 6)
 
 
 def parse_params(raw: Any) -> tuple[ResumeParams | None, str | None]:

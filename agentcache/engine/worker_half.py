@@ -18,11 +18,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from agentcache.config import ConnectorConfig
+from agentcache.engine.online import OnlineRepair
 from agentcache.engine.orders import Demoted, LoadOrder, LoadReport, Staged, StepOrders, StepReport
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.saver import Saver
@@ -48,6 +50,7 @@ class _Load:
     order: LoadOrder
     segments: deque[Segment]
     report: LoadReport = field(default_factory=LoadReport)
+    repair: OnlineRepair | None = None
 
 
 class WorkerHalf:
@@ -150,7 +153,12 @@ class WorkerHalf:
             recomputed_tokens=run_tokens(recompute),
             restore_ms=(time.perf_counter() - started) * 1e3,
         )
-        return _Load(order, deque(Segment(order.token_ids, blocks, a, b) for a, b in recompute), report)
+        segments = deque(Segment(order.token_ids, blocks, a, b) for a, b in recompute)
+        repair = None
+        if order.online is not None:
+            lost_runs = [Run(e.position, e.position + e.length) for e in lost]
+            repair = OnlineRepair(self.runtime, order, blocks, lost_runs, report)
+        return _Load(order, segments, report, repair)
 
     def _fetch(self, extents: list[LoadExtent]) -> tuple[list[LoadExtent], list[LoadExtent]]:
         """Returns the extents whose objects are there and intact, and the others, which are reported as lost."""
@@ -170,21 +178,42 @@ class WorkerHalf:
         """Computes all rows of the step's loads in merged batches; returns how many there were."""
         if not loads:
             return 0
-        started = time.perf_counter()
-        tokens = 0
+        assert self.runtime is not None
         try:
-            assert self.runtime is not None
-            tokens = self.runtime.segments.run(segment for load in loads for segment in load.segments)
+            # In scheduling order: a later load may read rows that an earlier one fills. Neighbours share their batches.
+            for online, group in groupby(loads, key=lambda load: load.repair is not None):
+                if online:
+                    for load in group:
+                        self._repair(load)
+                else:
+                    self._compute([*group])
         except Exception:
             logger.exception("agentcache could not recompute %d resumes of one step; vLLM computes them", len(loads))
             for load in loads:
                 self._fail(load.order)
-            return tokens
+            return 0
+        for load in loads:
+            self._finish_load(load)
+        return sum(load.report.recomputed_tokens for load in loads)
+
+    def _compute(self, loads: list[_Load]) -> None:
+        """Computes the rows of loads in merged batches."""
+        assert self.runtime is not None
+        started = time.perf_counter()
+        self.runtime.segments.run(segment for load in loads for segment in load.segments)
         elapsed = (time.perf_counter() - started) * 1e3
         for load in loads:
             load.report.recompute_ms = elapsed if load.segments else 0.0
-            self._finish_load(load)
-        return tokens
+
+    def _repair(self, load: _Load) -> None:
+        """Computes the rows of one load, those that its policy chooses here among them."""
+        assert self.runtime is not None and load.repair is not None
+        segments = load.repair.advance(load.segments)
+        while segments:
+            started = time.perf_counter()
+            self.runtime.segments.run(segments)
+            load.report.recompute_ms += (time.perf_counter() - started) * 1e3
+            segments = load.repair.advance(())
 
     def _slice_tokens(self, scheduled: int) -> int:
         """Returns how many tokens background loads may compute in a step that computes `scheduled` others."""
@@ -213,6 +242,8 @@ class WorkerHalf:
                 self._fail(load.order)
                 continue
             load.report.recompute_ms += (time.perf_counter() - started) * 1e3
+            if not load.segments and load.repair is not None:
+                load.segments.extend(load.repair.advance(()))
             if not load.segments:
                 del self._background[request_id]
                 self._finished_loads.add(request_id)
@@ -222,6 +253,7 @@ class WorkerHalf:
 
     def _finish_load(self, load: _Load) -> None:
         report = load.report
+        report.recomputed_tokens += run_tokens(report.repaired)
         self._counts["restores"] += 1
         self._counts["restore_s"] += report.restore_ms / 1e3
         self._counts["restored_bytes"] += report.restored_bytes
@@ -237,6 +269,7 @@ class WorkerHalf:
                 "recomputed_tokens": report.recomputed_tokens,
                 "lost_tokens": report.lost_tokens,
                 "restore_ms": report.restore_ms,
+                "select_ms": report.select_ms,
                 "recompute_ms": report.recompute_ms,
             },
         )

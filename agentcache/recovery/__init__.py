@@ -11,46 +11,68 @@
 | `epic` | no | the first k tokens of each reused run | EPIC |
 | `patchkv` | no | blocks of a dirty window and of the most attended tokens beyond it | PatchKV |
 | `attention_blocks` | no | small blocks by stored attention, and a short window after each edit | ours |
+| `attended` | no | small blocks by the query's attention over the stale rows, and a short window after each edit | ours |
+| `frontier` | no | a window that grows until its rows agree with the stale ones | ours |
+| `prophetkv` | no | single tokens by the query's attention over the stale rows | ProphetKV |
+| `cacheblend` | no | single tokens by their deviation at a check layer | CacheBlend |
+| `mean_shift` | no | probes by their deviation; all other rows are shifted by the probes' mean | AgentKVShift |
+| `carrier_window` | no | a given span | Contiguity/EditLocal, a diagnostic |
 | `edit_to_carrier` | no | one run from the edit to the last highly attended block | ours |
 
+`attended`, `frontier`, `prophetkv`, `cacheblend` and `mean_shift` choose in the worker, from what the stale rows show.
 Every policy can be bounded: `max_tokens`, `max_share` (of S) and `max_generations` are options of all, see `Bounds`.
 
 A policy is one file with one frozen dataclass under `@register`, and its line below. It returns its most important runs first.
 """
 
+from agentcache.recovery.attended import Attended
 from agentcache.recovery.attention_blocks import AttentionBlocks
-from agentcache.recovery.base import PolicyContext, RecoveryPlan, RecoveryPolicy
+from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan, RecoveryPolicy, Signal, Signals
 from agentcache.recovery.bounds import Bounded, Bounds
+from agentcache.recovery.cacheblend import CacheBlend
+from agentcache.recovery.carrier_window import CarrierWindow
 from agentcache.recovery.conformance import check_policy
 from agentcache.recovery.direct_reuse import DirectReuse
 from agentcache.recovery.edit_local import EditLocal
 from agentcache.recovery.edit_local_boundary import EditLocalBoundary
 from agentcache.recovery.edit_to_carrier import EditToCarrier
 from agentcache.recovery.epic import Epic
+from agentcache.recovery.frontier import Frontier
 from agentcache.recovery.length_model import LengthModel
+from agentcache.recovery.mean_shift import MeanShift
 from agentcache.recovery.patchkv import PatchKV
 from agentcache.recovery.planner import plan
 from agentcache.recovery.prefix_cache import PrefixCache
+from agentcache.recovery.prophetkv import ProphetKV
 from agentcache.recovery.random_blocks import Random
 from agentcache.recovery.registry import get_policy, policy_names, register
 from agentcache.recovery.structural import Structural
 
 __all__ = [
+    "Attended",
     "AttentionBlocks",
     "Bounded",
     "Bounds",
+    "CacheBlend",
+    "CarrierWindow",
     "DirectReuse",
     "EditLocal",
     "EditLocalBoundary",
     "EditToCarrier",
     "Epic",
+    "Frontier",
     "LengthModel",
+    "MeanShift",
+    "OnlinePolicy",
     "PatchKV",
     "PolicyContext",
     "PrefixCache",
+    "ProphetKV",
     "Random",
     "RecoveryPlan",
     "RecoveryPolicy",
+    "Signal",
+    "Signals",
     "Structural",
     "check_policy",
     "get_policy",

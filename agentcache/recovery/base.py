@@ -1,10 +1,17 @@
-"""The contract of a recovery policy: which aligned tokens to recompute, and what follows from that choice."""
+"""The contract of a recovery policy: which aligned tokens to recompute, and what follows from that choice.
+
+```
+select(context)           in the scheduler, before the request is scheduled: the part of R that follows from lengths and stored scores
+choose(context, signals)  in the worker, after the restore: the part that follows from what is measured on the stale rows
+```
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +19,7 @@ import numpy.typing as npt
 
 from agentcache.types import AlignedRun, Boundary, PromptDiff, Run
 
-__all__ = ["PolicyContext", "RecoveryPlan", "RecoveryPolicy"]
+__all__ = ["OnlinePolicy", "PolicyContext", "RecoveryPlan", "RecoveryPolicy", "Signal", "Signals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,89 @@ class RecoveryPolicy(ABC):
         """
 
 
+class Signal(StrEnum):
+    """What an online policy may have measured on the stale rows; each costs time inside TTFT."""
+
+    QUERY = "query"
+    """Attention that the prompt's last rows pay to each row: one segment forward of at most 32 rows."""
+    CHECK = "check"
+    """Deviations of fresh from stale K/V at a check layer: the layers before it over X and S."""
+    AGREEMENT = "agreement"
+    """Agreement of rows that were just recomputed with what they replaced: free."""
+    EFFECT = "effect"
+    """How much each row matters, known from a full prefill: an oracle, for diagnostics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What was measured, each float32 `[new_len]`, 0 for rows that were not measured; None where the policy asked for nothing.
+
+    Attributes:
+        done: bool `[new_len]`: rows of S that are recomputed already, or will be whatever is chosen now.
+        query: Mean attention of the query rows on each row, over their heads and the sampled layers.
+        key_deviation: `‖fresh − stale‖ / ‖fresh‖` of keys at the check layer (AgentKVShift 1).
+        value_deviation: The same of values.
+        key_error: `‖fresh − stale‖²` of keys at the check layer (CacheBlend).
+        value_error: The same of values.
+        agreement: Mean over layers of the cosine of each recomputed row's value with the stale one; NaN for all others.
+        effect: See `Signal.EFFECT`.
+    """
+
+    done: npt.NDArray[np.bool_]
+    query: npt.NDArray[np.float32] | None = None
+    key_deviation: npt.NDArray[np.float32] | None = None
+    value_deviation: npt.NDArray[np.float32] | None = None
+    key_error: npt.NDArray[np.float32] | None = None
+    value_error: npt.NDArray[np.float32] | None = None
+    agreement: npt.NDArray[np.float32] | None = None
+    effect: npt.NDArray[np.float32] | None = None
+
+
+class OnlinePolicy(RecoveryPolicy):
+    """A policy that also looks at the stale rows themselves, in the worker, once they are restored.
+
+    Attributes:
+        iterative: Whether `choose` is called again after its rows were recomputed, until it returns nothing new.
+    """
+
+    iterative: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def signals(self) -> frozenset[Signal]:
+        """What must be measured."""
+
+    @property
+    def check_layer(self) -> int:
+        """The layer whose fresh and stale rows `Signal.CHECK` compares; layers before it are computed for all of S."""
+        return 1
+
+    @property
+    def probe_share(self) -> float | None:
+        """How rows that are not recomputed are shifted by the mean deviation of those that are (AgentKVShift), None: not at all.
+
+        Of each aligned run's recomputed rows, as many as this share of its tokens estimate the mean, those that deviate most;
+        needs `Signal.CHECK`.
+        """
+        return None
+
+    @property
+    def transplants(self) -> bool:
+        """Whether chosen rows are copied from the full prefill instead of recomputed; needs `Signal.EFFECT`."""
+        return False
+
+    @abstractmethod
+    def most(self, context: PolicyContext) -> int:
+        """Returns how many tokens `choose` takes at most, in all rounds: what the scheduler reckons with."""
+
+    @abstractmethod
+    def choose(self, context: PolicyContext, signals: Signals) -> Iterable[tuple[int, int]]:
+        """Returns runs `[start, stop)` of new positions to recompute beside those of `select`, the most important first.
+
+        They are clipped to the restored rows of S.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
     """What the engine does for one resume. Rows are token positions of the new prompt.
@@ -73,6 +163,7 @@ class RecoveryPlan:
         fresh_tokens: |X| below `load_end`.
         repair_tokens: |R|.
         reused_tokens: |F|.
+        suffix_tokens: |S|, also beyond `load_end`.
         digest: Names the plan: equal plans have equal digests.
     """
 
@@ -86,4 +177,5 @@ class RecoveryPlan:
     fresh_tokens: int = 0
     repair_tokens: int = 0
     reused_tokens: int = 0
+    suffix_tokens: int = 0
     digest: str = field(default="")

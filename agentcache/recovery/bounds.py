@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from agentcache.errors import ConfigError
-from agentcache.recovery.base import PolicyContext, RecoveryPolicy
+from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPolicy, Signal, Signals
 from agentcache.recovery.rows import Mask, check_count, check_share, mask_runs, suffix_rows
 
-__all__ = ["Bounded", "Bounds"]
+__all__ = ["Bounded", "BoundedOnline", "Bounds", "bounded"]
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,72 @@ class Bounded(RecoveryPolicy):
         return mask_runs(chosen)
 
     def _chosen(self, context: PolicyContext, suffix: Mask) -> Mask:
-        """Returns the rows of the policy's runs, in their order, until the budget is spent, bool `[T]`."""
-        left, free = self.bounds.budget(int(np.count_nonzero(suffix))), suffix.copy()
-        for start, stop in self.policy.select(context):
-            if left == 0:
-                break
-            low = max(start, 0)
-            taken = np.flatnonzero(free[low : max(stop, low)])[:left] + low
-            free[taken] = False
-            left -= len(taken)
-        return suffix & ~free
+        """Returns the rows of the policy's runs within the budget, bool `[T]`."""
+        return _first(self.policy.select(context), suffix, self.bounds.budget(int(np.count_nonzero(suffix))))
+
+
+@dataclass(frozen=True)
+class BoundedOnline(Bounded, OnlinePolicy):
+    """Lossy: an online policy within bounds. What it chooses in the worker spends what its selection left of the budget."""
+
+    name: ClassVar[str] = "bounded_online"
+    source: ClassVar[str] = "agentcache"
+
+    @property
+    def _online(self) -> OnlinePolicy:
+        assert isinstance(self.policy, OnlinePolicy)
+        return self.policy
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "iterative", self._online.iterative)
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        """What the policy asks for."""
+        return self._online.signals
+
+    @property
+    def check_layer(self) -> int:
+        """The policy's."""
+        return self._online.check_layer
+
+    @property
+    def probe_share(self) -> float | None:
+        """The policy's."""
+        return self._online.probe_share
+
+    @property
+    def transplants(self) -> bool:
+        """The policy's."""
+        return self._online.transplants
+
+    def most(self, context: PolicyContext) -> int:
+        """Returns the smaller of the policy's count and the budget."""
+        return min(self._online.most(context), self.bounds.budget(sum(run.length for run in context.diff.suffix)))
+
+    def choose(self, context: PolicyContext, signals: Signals) -> Iterable[tuple[int, int]]:
+        """Returns what the policy chooses within what is left of the budget, as ascending runs."""
+        suffix = suffix_rows(context.diff)
+        left = self.bounds.budget(int(np.count_nonzero(suffix))) - int(np.count_nonzero(signals.done & suffix))
+        return mask_runs(_first(self._online.choose(context, signals), suffix & ~signals.done, max(left, 0)))
+
+
+def bounded(policy: RecoveryPolicy, bounds: Bounds) -> RecoveryPolicy:
+    """Returns a policy within bounds; the policy itself when nothing is bounded, or when it is exact."""
+    if policy.exact or bounds == Bounds():
+        return policy
+    return BoundedOnline(policy, bounds) if isinstance(policy, OnlinePolicy) else Bounded(policy, bounds)
+
+
+def _first(runs: Iterable[tuple[int, int]], rows: Mask, budget: int) -> Mask:
+    """Returns those of `rows` that lie in the runs, in the order of the runs, until the budget is spent, bool `[T]`."""
+    left, free = budget, rows.copy()
+    for start, stop in runs:
+        if left == 0:
+            break
+        low = max(start, 0)
+        taken = np.flatnonzero(free[low : max(stop, low)])[:left] + low
+        free[taken] = False
+        left -= len(taken)
+    return rows & ~free

@@ -28,7 +28,7 @@ from agentcache.recovery.rows import (
 )
 from agentcache.types import PromptDiff
 
-__all__ = ["PatchKV"]
+__all__ = ["PatchKV", "dirty_windows"]
 
 
 @register
@@ -104,14 +104,8 @@ class PatchKV(RecoveryPolicy):
     def _dirty(self, diff: PromptDiff, suffix: Mask) -> Mask:
         """Returns D, bool `[T]`."""
         runs = diff.suffix
-        if self.length_model is None:
-            windows = [self.window or 0] * len(runs)
-        else:
-            joins = np.array([run.new_start for run in runs])
-            lengths = np.array([run.length for run in runs])
-            middles = joins - np.array([diff.prefix, *(run.new_stop for run in runs[:-1])])
-            behind = np.cumsum(lengths[::-1])[::-1]
-            windows = LengthModel.from_text(self.length_model).windows(joins - middles, middles, behind).tolist()
+        model = None if self.length_model is None else LengthModel.from_text(self.length_model)
+        windows = dirty_windows(diff, model, self.window or 0)
         dirty = np.zeros_like(suffix)
         for run, window in zip(runs, windows, strict=True):
             dirty[run.new_start : run.new_start + window] = True
@@ -129,3 +123,21 @@ class PatchKV(RecoveryPolicy):
         rows = np.flatnonzero(candidates)
         top = rows[np.argsort(-attention[rows], kind="stable")[: share_of(self.kappa, len(rows))]]
         return top // self.block
+
+
+def dirty_windows(diff: PromptDiff, model: LengthModel | None, window: int) -> list[int]:
+    """Returns how many rows at the start of each aligned run behind an edit are dirty (formulas 9).
+
+    Args:
+        diff: With any number of edits; each counts the rows before it, its new rows, and the aligned rows behind it.
+        model: Says how many; None: `window` for each.
+        window: A fixed number.
+    """
+    runs = diff.suffix
+    if model is None or not runs:
+        return [window] * len(runs)
+    joins = np.array([run.new_start for run in runs])
+    lengths = np.array([run.length for run in runs])
+    middles = joins - np.array([diff.prefix, *(run.new_stop for run in runs[:-1])])
+    behind = np.cumsum(lengths[::-1])[::-1]
+    return [int(rows) for rows in model.windows(joins - middles, middles, behind)]

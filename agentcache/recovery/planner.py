@@ -80,6 +80,7 @@ def plan(
         fresh_tokens=fresh,
         repair_tokens=load_end - prefix - fresh - reused,
         reused_tokens=reused,
+        suffix_tokens=sum(run.length for run in diff.suffix),
         digest=_digest(policy, restore, recompute, load_end),
     )
 

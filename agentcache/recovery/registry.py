@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentcache.errors import ConfigError
 from agentcache.recovery.base import RecoveryPolicy
-from agentcache.recovery.bounds import Bounded, Bounds
+from agentcache.recovery.bounds import Bounded, Bounds, bounded
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -88,8 +88,7 @@ def get_policy(name: str, options: Mapping[str, Any] | None = None) -> RecoveryP
             reasons = "; ".join(e["msg"] for e in error.errors())
             raise ConfigError(f"policy {name!r}: {option}={value!r} is not allowed: {reasons}") from error
     bounds = Bounds(**{option: given.pop(option) for option in list(given) if option in common})
-    made = policy(**given)
-    return made if made.exact or bounds == Bounds() else Bounded(made, bounds)
+    return bounded(policy(**given), bounds)
 
 
 def check_policy_reaches_engine(policy: RecoveryPolicy, modules: Sequence[str]) -> None:

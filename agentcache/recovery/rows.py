@@ -29,6 +29,7 @@ __all__ = [
     "check_share",
     "distances",
     "mask_runs",
+    "ranked_runs",
     "share_of",
     "stored_attention",
     "suffix_rows",
@@ -118,6 +119,18 @@ def mask_runs(rows: Mask) -> list[Run]:
     """Returns the runs of rows that are set, ascending and merged."""
     edges = np.flatnonzero(np.diff(rows.astype(np.int8), prepend=0, append=0)).tolist()
     return [Run(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def ranked_runs(rows: Indices, scores: Scores, count: int) -> list[Run]:
+    """Returns the `count` rows of the highest score as runs of one row each, best first; equal ones keep their order.
+
+    Args:
+        rows: Candidates, ascending.
+        scores: `[T]`.
+        count: Most rows.
+    """
+    best = rows[np.argsort(-scores[rows], kind="stable")[:count]]
+    return [Run(row, row + 1) for row in best.tolist()]
 
 
 def share_of(share: float, count: int) -> int:

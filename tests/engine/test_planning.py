@@ -31,7 +31,8 @@ def parent(ids=OLD, *, stored=None, exact_end=None):
 def plan(ids=NEW, version=None, exact_end=None, **params):
     version = version or parent()
     given = ResumeParams(version="v2", parent="v1", **params)
-    return plan_request(ids, version, given, version.exact_end if exact_end is None else exact_end)
+    made = plan_request(ids, version, given, version.exact_end if exact_end is None else exact_end)
+    return made.plan, made.prefix, made.reason
 
 
 def request(**fields):
@@ -166,9 +167,7 @@ def test_every_plan_restores_equal_tokens_that_are_stored(aligned, policy, cut, 
     stored = list(complement([(hole[0], hole[0] + hole[1])], 300))
     version = parent(stored=stored, exact_end=exact_end)
     ids = NEW[:cut]
-    made, prefix, reason = plan_request(
-        ids, version, ResumeParams(version="v2", parent="v1", policy=policy, aligned=aligned), exact_end
-    )
+    made, prefix, reason = plan(ids, version, exact_end, policy=policy, aligned=aligned)
     if made is None:
         assert reason
         return

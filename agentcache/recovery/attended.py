@@ -1,0 +1,67 @@
+"""What the query looks at, as small contiguous blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from agentcache.errors import ConfigError
+from agentcache.recovery.attention_blocks import rank_by_mean
+from agentcache.recovery.base import OnlinePolicy, PolicyContext, Signal, Signals
+from agentcache.recovery.edit_local import first_rows
+from agentcache.recovery.query import query_rows
+from agentcache.recovery.registry import register
+from agentcache.recovery.rows import block_runs, blocks_within, by_block, check_count, suffix_rows
+
+__all__ = ["Attended"]
+
+
+@register
+@dataclass(frozen=True)
+class Attended(OnlinePolicy):
+    """Lossy: recomputes the small blocks of the aligned suffix that the query attends to most, and a short window after each edit.
+
+    Ours. The query, the prompt's last message or its last rows, is never reused; it asks the stale rows, with the edit and
+    the windows fresh, in the forward that computes those. Blocks are ranked by their mean attention over all query rows, heads
+    and layers: contiguous blocks recover at 32 to 64 tokens what single tokens of the same scores do not (formulas, the table
+    below EditLocal). The cost is that of up to 32 rows more in a forward, and of the scores.
+
+    Attributes:
+        k: Most tokens in blocks; the windows and the query come on top.
+        block: Tokens a block.
+        window: First tokens of each aligned run after an edit that are recomputed in any case.
+    """
+
+    name: ClassVar[str] = "attended"
+    source: ClassVar[str] = "agentcache, from ProphetKV's query attention and the contiguity of EditLocal"
+
+    k: int = 64
+    block: int = 8
+    window: int = 16
+
+    def __post_init__(self) -> None:
+        for option, value, least in (("k", self.k, 0), ("block", self.block, 1), ("window", self.window, 0)):
+            check_count(self.name, option, value, least)
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        """The query's attention."""
+        return frozenset({Signal.QUERY})
+
+    def most(self, context: PolicyContext) -> int:  # noqa: ARG002
+        """Returns k."""
+        return self.k
+
+    def select(self, context: PolicyContext) -> Iterable[tuple[int, int]]:
+        """Returns the windows, then the query."""
+        return [*first_rows(context, self.window), query_rows(context)] if context.diff.suffix else ()
+
+    def choose(self, context: PolicyContext, signals: Signals) -> Iterable[tuple[int, int]]:
+        """Returns the most attended blocks, best first."""
+        if signals.query is None:
+            raise ConfigError(f"{self.name} was not given the query's attention")
+        candidates = suffix_rows(context.diff) & ~signals.done
+        ranked = rank_by_mean(signals.query, candidates, self.block)
+        costs = by_block(candidates, self.block, fill=False).sum(axis=1)
+        return block_runs(blocks_within(ranked, costs, self.k), self.block)
