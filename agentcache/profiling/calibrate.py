@@ -39,7 +39,7 @@ def choose_candidate(candidates: Sequence[Candidate], tolerance: float = TOLERAN
     """Returns the fastest candidate within the tolerance on every data set, else the one with the smallest worst gap.
 
     That is PatchKV's minimax rule (formulas 15): where no candidate stays within the tolerance of the best one everywhere, the
-    worst gap decides and the mean TTFT among equals. Then the smaller κ, then the smaller block.
+    worst gap decides and the rows to compute, which TTFT grows with, among equals. Then the smaller κ, then the smaller block.
 
     Raises:
         ConfigError: There is none, or they were not measured on the same data sets.
@@ -49,7 +49,7 @@ def choose_candidate(candidates: Sequence[Candidate], tolerance: float = TOLERAN
     def rank(at: int) -> tuple[float, float, float, int]:
         # Within the tolerance all gaps are alike. Rounded: a gap is a difference of measured points.
         gap = 0.0 if gaps[at] <= tolerance + 1e-9 else round(gaps[at], 9)
-        return gap, candidates[at].ttft_ms, candidates[at].kappa, candidates[at].block
+        return gap, candidates[at].computed_tokens, candidates[at].kappa, candidates[at].block
 
     return candidates[min(range(len(candidates)), key=rank)]
 

@@ -136,14 +136,15 @@ class Candidate(_Part):
         kappa: κ.
         block: Tokens a block.
         quality: By dataset, in points of 100, more is better.
-        ttft_ms: Mean time to first token.
+        computed_tokens: Mean rows that are computed before the first token, which is what the time to it grows with (**choice**:
+            no clock, so that the same data give the same profile, also when a run was interrupted).
         recompute_ratio: Mean share of the suffix that was recomputed, after block rounding.
     """
 
     kappa: Share
     block: Positive
     quality: dict[str, float] = Field(min_length=1)
-    ttft_ms: NotNegative
+    computed_tokens: NotNegative
     recompute_ratio: Share
 
     @property
