@@ -61,7 +61,7 @@ def example_profile(model: ModelFingerprint = MODEL) -> Profile:
                 kappa=kappa,
                 block=block,
                 quality={"hotpotqa": 100 - 6 / (1 + 200 * kappa), "musique": 100 - 9 / (1 + 300 * kappa)},
-                ttft_ms=80 + 4000 * kappa + 32 / block,
+                computed_tokens=80 + 4000 * kappa + 32 / block,
                 recompute_ratio=min(1.0, 0.05 + 1.4 * kappa * block / 32),
             )
             for block in (16, 32)

@@ -20,8 +20,8 @@ from agentcache.profiling.profile import Candidate, PrecisionCandidate
 points = st.integers(0, 40).map(lambda x: 90 + x / 8)
 
 
-def candidate(kappa: float, block: int, quality: dict[str, float], ttft_ms: float) -> Candidate:
-    return Candidate(kappa=kappa, block=block, quality=quality, ttft_ms=ttft_ms, recompute_ratio=0.1)
+def candidate(kappa: float, block: int, quality: dict[str, float], computed_tokens: float) -> Candidate:
+    return Candidate(kappa=kappa, block=block, quality=quality, computed_tokens=computed_tokens, recompute_ratio=0.1)
 
 
 candidates = st.lists(
@@ -43,7 +43,7 @@ def slow_choice(of: list[Candidate], tolerance: float) -> Candidate:
     near = [c for c in of if gaps[id(c)] <= tolerance]
     if not near:
         near = [c for c in of if gaps[id(c)] == min(gaps.values())]
-    fast = [c for c in near if c.ttft_ms == min(o.ttft_ms for o in near)]
+    fast = [c for c in near if c.computed_tokens == min(o.computed_tokens for o in near)]
     small = [c for c in fast if c.kappa == min(o.kappa for o in fast)]
     return next(c for c in small if c.block == min(o.block for o in small))
 
