@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from agentcache.engine.costs import Sample
 from agentcache.engine.planning import OnlineOrder
 from agentcache.store.extents import LoadExtent, NewObject
 from agentcache.types import Run
@@ -198,6 +199,7 @@ class StepReport(KVConnectorWorkerMetadata):
         demoted: By ticket. Ranks end in different steps.
         staged: By the order's number. The same.
         hints: `(namespace, version)` that will be resumed soon: they are evicted last.
+        timings: Once, what was timed at start-up; the ranks time the same pieces, and the slowest of them counts.
     """
 
     loads: dict[str, LoadReport] = field(default_factory=dict)
@@ -210,6 +212,7 @@ class StepReport(KVConnectorWorkerMetadata):
     demoted: dict[str, Demoted] = field(default_factory=dict)
     staged: dict[int, Staged] = field(default_factory=dict)
     hints: set[tuple[str, str]] = field(default_factory=set)
+    timings: list[Sample] = field(default_factory=list)
 
     @property
     def news(self) -> bool:
@@ -245,4 +248,11 @@ class StepReport(KVConnectorWorkerMetadata):
             demoted=demoted,
             staged=staged,
             hints=self.hints | other.hints,
+            timings=_slower(self.timings, other.timings),
         )
+
+
+def _slower(mine: list[Sample], theirs: list[Sample]) -> list[Sample]:
+    """Returns the slower of each two timings of one piece; those of one rank when the other has none."""
+    pairs = zip(mine, theirs, strict=False)
+    return [max(pair, key=lambda sample: sample.seconds) for pair in pairs] or mine or theirs

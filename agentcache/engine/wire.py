@@ -79,7 +79,7 @@ class Recovery(BaseModel):
         policy: The policy that was used.
         requested_policy: The policy that was asked for.
         exact: Whether every row is that of a full prefill.
-        reason: Why less was recovered than was asked for; None when nothing was lost.
+        reason: Why less was recovered than was asked for, or why `auto` chose to recover nothing; None when nothing was lost.
         prompt_tokens: Length of the prompt.
         prefix_tokens: |P| that was not computed again.
         fresh_tokens: |X|: new tokens before the last reused one.
@@ -102,6 +102,8 @@ class Recovery(BaseModel):
         select_ms: Time of measuring and choosing in the worker.
         recompute_ms: Time of the segment forward.
         ttft_ms: From the call to the first token in the caller.
+        estimate: What `auto` compared, from when the request is scheduled to its first token: `exact_ms`, and the other policy's by
+            its name, e.g. `edit_local_ms`. None when there was nothing to choose.
         saved: What becomes of this version's checkpoint.
     """
 
@@ -136,6 +138,7 @@ class Recovery(BaseModel):
     select_ms: float = 0.0
     recompute_ms: float = 0.0
     ttft_ms: float | None = None
+    estimate: dict[str, float] | None = None
     saved: Literal["pending", "no", "refused"] = "no"
 
     def count_reuse(self) -> None:
