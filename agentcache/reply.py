@@ -27,6 +27,7 @@ class RecoveryReport(Recovery):
             ("diff", self.diff_ms),
             ("plan", self.plan_ms),
             ("restore", self.restore_ms),
+            ("select", self.select_ms),
             ("recompute", self.recompute_ms),
             ("TTFT", self.ttft_ms),
         )

@@ -29,7 +29,15 @@ __all__ = ["run_request", "sampling_params"]
 TRANSFER = "kv_transfer_params"
 # vLLM sends the first and the last output of a request at once whatever the interval.
 _ENDS_ONLY = 1 << 30
-_LOAD_FIELDS = ("restored_tokens", "restored_bytes", "recomputed_tokens", "lost_tokens", "restore_ms", "recompute_ms")
+_LOAD_FIELDS = (
+    "restored_tokens",
+    "restored_bytes",
+    "recomputed_tokens",
+    "lost_tokens",
+    "restore_ms",
+    "select_ms",
+    "recompute_ms",
+)
 _LATE_TRIES = 10
 _LATE_WAIT_S = 0.01
 _numbers = itertools.count(1)
@@ -165,7 +173,12 @@ async def _recovery(
         before = report["lost_tokens"]  # those that the scheduler half knew of
         report |= {name: noted[name] for name in _LOAD_FIELDS if name in noted}
         report["lost_tokens"] += before if "lost_tokens" in noted else 0
-    return RecoveryReport.model_validate(report | {"diff_ms": diff_ms, "ttft_ms": ttft_ms})
+        report["reason"] = report["reason"] or noted.get("fault")
+        for name, sign in (("repair_tokens", 1), ("reused_tokens", -1)):
+            report[name] += sign * noted.get("repaired_tokens", 0)
+    recovery = RecoveryReport.model_validate(report | {"diff_ms": diff_ms, "ttft_ms": ttft_ms})
+    recovery.count_reuse()
+    return recovery
 
 
 async def _late_report(engine: Engine, output: Any, resume: ResumeParams) -> dict[str, Any]:

@@ -267,6 +267,8 @@ class WorkerHalf:
                 "restored_tokens": report.restored_tokens,
                 "restored_bytes": report.restored_bytes,
                 "recomputed_tokens": report.recomputed_tokens,
+                "repaired_tokens": run_tokens(report.repaired),
+                "fault": report.fault,
                 "lost_tokens": report.lost_tokens,
                 "restore_ms": report.restore_ms,
                 "select_ms": report.select_ms,
