@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,21 @@ import numpy as np
 from agentcache.engine.wire import ResumeParams
 from agentcache.episodes.diff import diff_tokens
 from agentcache.errors import ConfigError
-from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan
+from agentcache.recovery.auto import Auto, auto_arms
+from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan, RecoveryPolicy
 from agentcache.recovery.planner import plan
+from agentcache.recovery.prefix_cache import PrefixCache
 from agentcache.recovery.registry import get_policy
 from agentcache.store.index import Version
 from agentcache.store.scores import decode_scores
 from agentcache.types import AlignedRun, PromptDiff, Run
 
-__all__ = ["OnlineOrder", "Planned", "plan_request", "refusal"]
+__all__ = ["Estimator", "OnlineOrder", "Planned", "plan_request", "refusal"]
 
 logger = logging.getLogger(__name__)
+
+Estimator = Callable[[RecoveryPlan | None, int], float]
+"""Returns the seconds of a plan whose policy may choose so many more rows in the worker; of vLLM alone when there is no plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Planned:
         reason: Why there is no plan.
         policy: When it chooses further rows in the worker.
         context: What it was shown; None without a plan.
+        estimate: What `auto` compared, in ms; see `Recovery.estimate`.
     """
 
     plan: RecoveryPlan | None
@@ -41,6 +47,7 @@ class Planned:
     reason: str | None
     policy: OnlinePolicy | None = None
     context: PolicyContext | None = None
+    estimate: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,13 @@ def _measured(
     return attention, generations
 
 
-def plan_request(prompt: Sequence[int], parent: Version, params: ResumeParams, exact_end: int) -> Planned:
+def plan_request(
+    prompt: Sequence[int],
+    parent: Version,
+    params: ResumeParams,
+    exact_end: int,
+    estimate: Estimator | None = None,
+) -> Planned:
     """Returns the plan of a resume, or the reason why there is none.
 
     Args:
@@ -130,19 +143,55 @@ def plan_request(prompt: Sequence[int], parent: Version, params: ResumeParams, e
         parent: The checkpoint to reuse.
         params: What the caller asked for.
         exact_end: Leading rows of the parent that can be had exactly.
+        estimate: What `auto` compares plans by; None while the engine has not told how fast it is.
     """
     token_ids = np.asarray(prompt, dtype=np.int32)
+
+    def planned(policy: RecoveryPolicy, context: PolicyContext) -> Planned:
+        made = plan(policy, context, parent_exact_end=exact_end, missing=parent.missing(), limit=len(token_ids) - 1)
+        if made.load_end == 0:
+            return Planned(None, context.diff.prefix, "nothing of the parent can be reused")
+        online = policy if isinstance(policy, OnlinePolicy) and made.reused_tokens else None
+        return Planned(made, context.diff.prefix, None, online, context)
+
     try:
         policy = get_policy(params.policy, params.options)
         diff = _checked_diff(token_ids, parent, params)
         context = PolicyContext(diff, token_ids, params.boundary_tuple(), *_measured(parent, diff))
-        made = plan(policy, context, parent_exact_end=exact_end, missing=parent.missing(), limit=len(token_ids) - 1)
+        arms = auto_arms(policy)
+        if arms is None:
+            return planned(policy, context)
+        auto, lossy = arms
+        made = planned(lossy, context)
+        if made.plan is None or made.plan.exact:
+            return made
+        return _choose(auto, made, planned(PrefixCache(), context), estimate)
     except ConfigError as error:
         return Planned(None, 0, str(error))
     except Exception as error:  # a policy may be anybody's code; the request must live
         logger.exception("policy %s failed", params.policy)
         return Planned(None, 0, f"policy {params.policy!r} failed: {type(error).__name__}: {error}")
-    if made.load_end == 0:
-        return Planned(None, diff.prefix, "nothing of the parent can be reused")
-    online = policy if isinstance(policy, OnlinePolicy) and made.reused_tokens else None
-    return Planned(made, diff.prefix, None, online, context)
+
+
+def _choose(auto: Auto, lossy: Planned, exact: Planned, estimate: Estimator | None) -> Planned:
+    """Returns the lossy plan where it saves enough time, else the exact one, or vLLM alone where that is faster still.
+
+    Args:
+        auto: Decides.
+        lossy: Has a plan.
+        exact: Has one when exact rows can be restored.
+        estimate: Of the engine, or None.
+    """
+    assert lossy.plan is not None and lossy.context is not None
+    if estimate is None:
+        return replace(exact, reason="auto is exact until the engine has timed a few forwards")
+    most = 0 if lossy.policy is None else lossy.policy.most(lossy.context)
+    lossy_s, exact_s, alone_s = estimate(lossy.plan, most), estimate(exact.plan, 0), estimate(None, 0)
+    if auto.accepts(exact_s, alone_s):  # what must be fetched first may come too late
+        exact, exact_s = Planned(None, lossy.prefix, None), alone_s
+    name = lossy.plan.policy
+    found = {"exact_ms": round(exact_s * 1e3, 3), f"{name}_ms": round(lossy_s * 1e3, 3)}
+    if auto.accepts(exact_s, lossy_s):
+        return replace(lossy, estimate=found)
+    reason = f"prefix caching was chosen: it is estimated to take {exact_s * 1e3:.0f} ms, {name} {lossy_s * 1e3:.0f} ms"
+    return replace(exact, reason=reason, estimate=found)

@@ -18,6 +18,7 @@
 | `mean_shift` | no | probes by their deviation; all other rows are shifted by the probes' mean | AgentKVShift |
 | `carrier_window` | no | a given span | Contiguity/EditLocal, a diagnostic |
 | `edit_to_carrier` | no | one run from the edit to the last highly attended block | ours |
+| `auto` | where it pays | that of another policy, or prefix caching where the other saves too little time | ours |
 
 `attended`, `frontier`, `prophetkv`, `cacheblend` and `mean_shift` choose in the worker, from what the stale rows show.
 Every policy can be bounded: `max_tokens`, `max_share` (of S) and `max_generations` are options of all, see `Bounds`.
@@ -27,6 +28,7 @@ A policy is one file with one frozen dataclass under `@register`, and its line b
 
 from agentcache.recovery.attended import Attended
 from agentcache.recovery.attention_blocks import AttentionBlocks
+from agentcache.recovery.auto import Auto
 from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan, RecoveryPolicy, Signal, Signals
 from agentcache.recovery.bounds import Bounded, Bounds
 from agentcache.recovery.cacheblend import CacheBlend
@@ -51,6 +53,7 @@ from agentcache.recovery.structural import Structural
 __all__ = [
     "Attended",
     "AttentionBlocks",
+    "Auto",
     "Bounded",
     "Bounds",
     "CacheBlend",

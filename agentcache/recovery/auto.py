@@ -1,0 +1,75 @@
+"""Another policy where it saves time, prefix caching where it does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from agentcache.errors import ConfigError
+from agentcache.recovery.base import PolicyContext, RecoveryPolicy
+from agentcache.recovery.bounds import Bounded, bounded
+from agentcache.recovery.registry import get_policy, register
+
+__all__ = ["Auto", "auto_arms"]
+
+
+@register
+@dataclass(frozen=True)
+class Auto(RecoveryPolicy):
+    """Lossy where that saves time: another policy, or exact prefix caching where the saving is estimated to be too small.
+
+    Never much slower than prefix caching: short suffixes, slow tiers and repairs that cost as much as a prefill are computed
+    exactly. The engine plans both, and compares them by its cost model (`engine.costs`); choice and estimate are in the report.
+
+    Attributes:
+        candidate: Name of the other policy.
+        options: Its options, a JSON object as text; bounds too.
+        margin: Share of prefix caching's time that it must save.
+    """
+
+    name: ClassVar[str] = "auto"
+    source: ClassVar[str] = "agentcache"
+
+    candidate: str = "edit_local"
+    options: str = "{}"
+    margin: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin < 1:
+            raise ConfigError(f"auto: margin={self.margin} is not allowed; take a share from 0, below 1")
+        if self.candidate == self.name:
+            raise ConfigError(f"auto: candidate={self.candidate!r} is itself; take a lossy policy, e.g. 'edit_local'")
+        if self.lossy.exact:
+            raise ConfigError(
+                f"auto: candidate={self.candidate!r} is exact, as is what it would be compared with; take a lossy policy"
+            )
+
+    @property
+    def lossy(self) -> RecoveryPolicy:
+        """The other policy."""
+        try:
+            options = json.loads(self.options)
+        except ValueError as error:
+            raise ConfigError(f"auto: options={self.options!r} is no JSON: {error}") from error
+        if not isinstance(options, dict):
+            raise ConfigError(f"auto: options={self.options!r} is no JSON object; write e.g. '{{\"k\": 64}}'")
+        return get_policy(self.candidate, options)
+
+    def accepts(self, exact_s: float, lossy_s: float) -> bool:
+        """Returns whether the other policy saves enough of prefix caching's time."""
+        return lossy_s < (1 - self.margin) * exact_s
+
+    def select(self, context: PolicyContext) -> Iterable[tuple[int, int]]:
+        """Returns what the other policy selects."""
+        return self.lossy.select(context)
+
+
+def auto_arms(policy: RecoveryPolicy) -> tuple[Auto, RecoveryPolicy] | None:
+    """Returns `auto` and its other policy, within the bounds that `auto` was given; None when the policy is another one."""
+    if isinstance(policy, Auto):
+        return policy, policy.lossy
+    if isinstance(policy, Bounded) and isinstance(policy.policy, Auto):
+        return policy.policy, bounded(policy.policy.lossy, policy.bounds)
+    return None
