@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from operator import index
+from typing import Any
 
 import numpy as np
 
 from agentcache.errors import ConfigError
-from agentcache.recovery.base import PolicyContext, RecoveryPlan, RecoveryPolicy
-from agentcache.recovery.bounds import Bounded, Bounds
+from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan, RecoveryPolicy, Signals
+from agentcache.recovery.bounds import Bounded, Bounds, bounded
 from agentcache.recovery.planner import plan
 from agentcache.recovery.registry import declaration_fault
 from agentcache.store.compose import GAP
@@ -46,8 +47,9 @@ def check_policy(policy: RecoveryPolicy) -> None:
 
     Declares its name, exactness and source; says in its docstring's first line when it is lossy; is frozen,
     deterministic and pure; selects integer runs, none when it is exact; its plans keep every invariant of
-    `check_plan`; and it keeps the bounds that every policy takes. It may refuse an edit by ConfigError only where the
-    context lacks something that it could have.
+    `check_plan`; and it keeps the bounds that every policy takes. What it chooses in the worker is as pure, no more than it
+    announces, and comes to an end. It may refuse an edit by ConfigError only where the context lacks something that it could
+    have.
 
     Raises:
         AssertionError: Names the policy, the scenario and what does not hold.
@@ -64,6 +66,8 @@ def check_policy(policy: RecoveryPolicy) -> None:
         _expect(not (policy.exact and selected), f"{where}: an exact policy selects nothing, got {selected}")
         if not policy.exact and not isinstance(policy, Bounded):
             _check_bounds(policy, scenario.context, selected, where)
+        if isinstance(policy, OnlinePolicy):
+            _check_online(policy, scenario.context, selected, where)
         for parent_exact_end, missing, limit in _parents(scenario):
             made = plan(policy, scenario.context, parent_exact_end=parent_exact_end, missing=missing, limit=limit)
             again = plan(policy, scenario.context, parent_exact_end=parent_exact_end, missing=missing, limit=limit)
@@ -248,15 +252,60 @@ def _check_bounds(policy: RecoveryPolicy, context: PolicyContext, free: set[int]
     """Checks that a policy, which selects rows `free`, takes as many of them as a budget allows, and all that are too old."""
     suffix = {row for run in context.diff.suffix for row in range(run.new_start, run.new_stop)}
     for bounds, budget in ((Bounds(max_tokens=9), 9), (Bounds(max_share=0.1), len(suffix) // 10)):
-        kept = _selection(Bounded(policy, bounds), context, where)
+        kept = _selection(bounded(policy, bounds), context, where)
         _expect(kept <= free, f"{where}: with {bounds} it selects other rows: {sorted(kept - free)[:8]}")
         _expect(
             len(kept) == min(budget, len(free)), f"{where}: with {bounds} it selects {len(kept)} rows of {len(free)}"
         )
     if context.generations is not None:
         old = {row for row in suffix if context.generations[row] >= 2}
-        kept = _selection(Bounded(policy, Bounds(max_generations=2)), context, where)
+        kept = _selection(bounded(policy, Bounds(max_generations=2)), context, where)
         _expect(kept == free | old, f"{where}: rows {sorted(kept ^ (free | old))[:8]} do not follow from their age")
+
+
+def _check_online(policy: OnlinePolicy, context: PolicyContext, selected: set[int], where: str) -> None:
+    """Checks what a policy, which selects rows `selected`, chooses in the worker: alone, and within a budget."""
+    free = _rounds(policy, context, selected, where)
+    most = policy.most(context)
+    _expect(len(free) <= most, f"{where}: it chooses {len(free)} rows and announced {most} at most")
+    for bounds, budget in ((Bounds(max_tokens=9), 9), (Bounds(max_tokens=0), 0)):
+        limited = bounded(policy, bounds)
+        _expect(isinstance(limited, OnlinePolicy), f"{where}: within {bounds} it does not choose in the worker")
+        assert isinstance(limited, OnlinePolicy)
+        kept = _selection(limited, context, where)
+        both = kept | _rounds(limited, context, kept, where)
+        _expect(len(both) <= budget, f"{where}: with {bounds} it takes {len(both)} rows, {budget} are allowed")
+
+
+def _rounds(policy: OnlinePolicy, context: PolicyContext, selected: set[int], where: str) -> set[int]:
+    """Returns the rows of S that a policy chooses from made-up signals, as the worker asks it."""
+    suffix = {row for run in context.diff.suffix for row in range(run.new_start, run.new_stop)}
+    draw = np.random.Generator(np.random.PCG64(context.diff.new_len))
+    inside = np.isin(np.arange(context.diff.new_len), sorted(suffix))
+
+    def scores() -> np.ndarray[Any, np.dtype[np.float32]]:
+        return np.where(inside, draw.random(len(inside), dtype=np.float32), np.float32(0))
+
+    measured = [scores() for _ in range(6)]
+    agreement = np.full(len(inside), np.nan, dtype=np.float32)
+    agreed = 1 - 0.2 * scores()
+    chosen: set[int] = set()
+    for _ in range(len(inside) + 2):
+        done = np.isin(np.arange(len(inside)), sorted((selected & suffix) | chosen))
+        agreement[done] = agreed[done]
+        query, key_deviation, value_deviation, key_error, value_error, effect = measured
+        signals = Signals(done, query, key_deviation, value_deviation, key_error, value_error, agreement.copy(), effect)
+        before = [field.copy() for field in (signals.done, *measured)]
+        runs = [(index(a), index(b)) for a, b in policy.choose(context, signals)]
+        again = [(index(a), index(b)) for a, b in policy.choose(context, signals)]
+        _expect(runs == again, f"{where}: two calls of choose differ")
+        same = all(np.array_equal(a, b) for a, b in zip(before, (signals.done, *measured), strict=True))
+        _expect(same, f"{where}: choose changes its signals")
+        new = {row for run in merge_runs(runs) for row in range(*run)} & suffix - chosen - selected
+        chosen |= new
+        if not new or not policy.iterative:
+            return chosen
+    raise AssertionError(f"{where}: choose finds no end")
 
 
 def _selection(policy: RecoveryPolicy, context: PolicyContext, where: str) -> set[int]:
