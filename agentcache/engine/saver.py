@@ -72,13 +72,14 @@ class Saver:
         store: Where the objects go.
 
     Attributes:
+        thresholds: Of mixed precision.
         counts: `saves` that ended well, and `save_s`, the seconds from their orders to their ends.
     """
 
     def __init__(self, config: ConnectorConfig, store: PayloadStore) -> None:
         self.config = config
         self.store = store
-        self._thresholds = Thresholds(**config.thresholds)
+        self.thresholds = Thresholds(**config.thresholds)
         self._saves: deque[_Save] = deque()
         self.counts = {"saves": 0, "save_s": 0.0}
         self._finished: set[str] = set()
@@ -108,7 +109,7 @@ class Saver:
         while self._saves and self._credit > 0:
             save = self._saves[0]
             if save.work is None:
-                save.work = _work(save, runtime, self.store, self._thresholds)
+                save.work = _work(save, runtime, self.store, self.thresholds)
             for rows in save.work:
                 piece = self._credit if shared else _IDLE_PIECE_TOKENS
                 self._credit -= piece if rows is None else rows
@@ -164,7 +165,7 @@ def _work(save: _Save, runtime: Runtime | None, store: PayloadStore, thresholds:
         return
     blocks = torch.tensor(order.block_ids, dtype=torch.int64)
     measure = order.precision == MIXED
-    attention = (yield from _attention(order, blocks, runtime)) if measure else None
+    attention = (yield from _attention(order, blocks, runtime)) if measure or order.attention else None
     if attention is not None:
         save.attention = encode_scores(attention)
     for new in order.objects:

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from agentcache.engine import precision
 from agentcache.engine.wire import ResumeParams
 from tests.engine.harness import NEW, OLD, assert_exact, first_version, lossy, text
 
@@ -16,11 +15,10 @@ K8V8 = {"precision": "k8v8"}
 
 
 @pytest.fixture(params=["k8v8", "mixed"])
-def engine(request, start_engine, tiny, monkeypatch):
+def engine(request, start_engine, tiny):
     # No block of a random model's short prompt is as unimportant as most of a real one's.
-    monkeypatch.setattr(precision, "EXACT_RISK", 0.05)
-    monkeypatch.setattr(precision, "LOW_RISK", 0.045)
-    engine = start_engine(tiny("llama"), extra={"precision": request.param})
+    thresholds = {"tau_low": 0.045, "tau_high": 0.05}
+    engine = start_engine(tiny("llama"), extra={"precision": request.param} | thresholds)
     yield engine
     engine.drain()
     engine.check()
@@ -51,10 +49,9 @@ def test_the_exact_policy_restores_nothing_from_a_lossy_checkpoint(engine, refer
 
 
 def test_the_first_object_of_a_mixed_checkpoint_is_trusted_where_all_its_blocks_are_exact(
-    start_engine, tiny, monkeypatch, reference
+    start_engine, tiny, reference
 ):
-    monkeypatch.setattr(precision, "EXACT_RISK", 0.03)
-    engine = start_engine(tiny("llama"), extra={"precision": "mixed"})
+    engine = start_engine(tiny("llama"), extra={"precision": "mixed", "tau_low": 0.02, "tau_high": 0.03})
     first_version(engine)
     assert engine.half.index.trusted_end(engine.version("v1")) == 256
     engine.forget_local()

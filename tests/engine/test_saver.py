@@ -39,10 +39,11 @@ def engine(start_engine, tiny):
 
 
 @pytest.fixture
-def three_tags(monkeypatch):
+def three_tags(engine, monkeypatch):
     """Thresholds by which a short prompt of a random model has blocks of every precision."""
-    monkeypatch.setattr(precision, "EXACT_RISK", 0.05)
-    monkeypatch.setattr(precision, "LOW_RISK", 0.045)
+    thresholds = precision.Thresholds(tau_low=0.045, tau_high=0.05)
+    monkeypatch.setattr(engine.worker.saver, "thresholds", thresholds)
+    return thresholds
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def test_tags_follow_the_risk(engine, three_tags):
         tags = [str(run.tag) for run in payload.runs for _ in range(-(-run.tokens // BLOCK))]
         part, residual = attention[extent.position : extent.stop], decode_scores(payload.residual)
         # The codes are within 2.4 % of what was measured, each.
-        allowed = zip(*(block_tags(part * factor, residual) for factor in (0.95, 1.0, 1.05)), strict=True)
+        allowed = zip(*(block_tags(part * factor, residual, three_tags) for factor in (0.95, 1.0, 1.05)), strict=True)
         assert all(tag in block for tag, block in zip(tags, allowed, strict=True))
     assert {*row_tags(engine)} == {"exact", "k8v8", "k8v4"}
 
