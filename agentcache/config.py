@@ -41,9 +41,12 @@ class ConnectorConfig(BaseModel):
         tau_high: τ_H: blocks of this risk and more are stored exactly.
         alpha: α: how much of a block's risk is that of its riskiest row.
         low_bit_residual: Most that 4 bits may lose of a row of a `k8v4` block, relative.
+        attention: Whether each save measures how much its rows are attended to, for policies that rank by it; a segment forward of
+            the last 32 rows. `mixed` precision measures it in any case.
         store: Where checkpoints outlive memory: `disk:///folder` or `redis://host:6379/0`, with options after `?`, or
             `tiered:memory?bytes=4GiB+disk:///folder` to give `host_bytes` in the same place; `memory:` or None: nowhere.
         policy_modules: Modules that register recovery policies; the engine's processes import them at start-up.
+        time_at_start: Whether forwards and restores are timed when the engine starts, for a second, which policy `auto` needs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,12 +56,14 @@ class ConnectorConfig(BaseModel):
     save_tokens_per_step: int = Field(default=128, ge=1)
     verify_checksums: bool = True
     precision: Precision = "exact"
+    attention: bool = False
     tau_low: float | None = Field(default=None, ge=0)
     tau_high: float | None = Field(default=None, ge=0)
     alpha: float | None = Field(default=None, ge=0, le=1)
     low_bit_residual: float | None = Field(default=None, ge=0)
     store: str | None = Field(default=None, max_length=4096)
     policy_modules: tuple[str, ...] = ()
+    time_at_start: bool = True
 
     @model_validator(mode="after")
     def _store_is_known(self) -> Self:
@@ -222,6 +227,10 @@ class CacheConfig(BaseModel):
         """Returns the connector's settings with what is set here, and the profile's thresholds where none is given."""
         measured = {} if self.measured is None else self.measured.precision.thresholds
         given = self.connector.model_dump() | {"host_bytes": self.host_bytes, "store": self.store}
+        if "attention" not in self.connector.model_fields_set:
+            from agentcache.recovery import reads_attention  # it imports the errors beside this module
+
+            given["attention"] = reads_attention(self.policy)
         return ConnectorConfig.model_validate(given | measured | self.connector.thresholds)
 
     @cached_property

@@ -70,6 +70,7 @@ class SaveOrder:
         precision: How, see `ConnectorConfig.precision`.
         token_ids: Ids of all rows that have KV.
         prompt_tokens: How many of them are the prompt.
+        attention: Whether to measure how much each row is attended to, whatever the precision.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class SaveOrder:
     precision: str
     token_ids: list[int]
     prompt_tokens: int
+    attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)

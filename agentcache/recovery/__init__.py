@@ -47,7 +47,7 @@ from agentcache.recovery.planner import plan
 from agentcache.recovery.prefix_cache import PrefixCache
 from agentcache.recovery.prophetkv import ProphetKV
 from agentcache.recovery.random_blocks import Random
-from agentcache.recovery.registry import get_policy, policy_names, register
+from agentcache.recovery.registry import get_policy, policy_names, reads_attention, register
 from agentcache.recovery.structural import Structural
 
 __all__ = [
@@ -81,5 +81,6 @@ __all__ = [
     "get_policy",
     "plan",
     "policy_names",
+    "reads_attention",
     "register",
 ]

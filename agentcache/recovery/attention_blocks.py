@@ -47,6 +47,7 @@ class AttentionBlocks(RecoveryPolicy):
 
     name: ClassVar[str] = "attention_blocks"
     source: ClassVar[str] = "agentcache, from the stored attention of PatchKV and the contiguity of EditLocal"
+    reads_attention: ClassVar[bool] = True
 
     k: int = 64
     block: int = 8

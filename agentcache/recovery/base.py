@@ -51,11 +51,13 @@ class RecoveryPolicy(ABC):
         name: The registered name.
         exact: Whether the output is that of a full prefill.
         source: The paper or system that the policy comes from.
+        reads_attention: Whether it ranks by the attention that the parent's save measured.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = False
     source: ClassVar[str]
+    reads_attention: ClassVar[bool] = False
 
     @abstractmethod
     def select(self, context: PolicyContext) -> Iterable[tuple[int, int]]:

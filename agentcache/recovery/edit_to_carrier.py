@@ -40,6 +40,7 @@ class EditToCarrier(RecoveryPolicy):
 
     name: ClassVar[str] = "edit_to_carrier"
     source: ClassVar[str] = "agentcache, from the carriers and the contiguity of EditLocal"
+    reads_attention: ClassVar[bool] = True
 
     k: int = 512
     blocks: int = 4

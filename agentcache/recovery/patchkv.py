@@ -60,6 +60,7 @@ class PatchKV(RecoveryPolicy):
 
     name: ClassVar[str] = "patchkv"
     source: ClassVar[str] = "PatchKV: Efficient KV Cache Recovery for Dynamically Edited LLM Contexts"
+    reads_attention: ClassVar[bool] = True
 
     window: int | None = None
     length_model: str | None = None

@@ -20,6 +20,7 @@ __all__ = [
     "declaration_fault",
     "get_policy",
     "policy_names",
+    "reads_attention",
     "register",
 ]
 
@@ -62,6 +63,12 @@ def declaration_fault(policy: type[RecoveryPolicy]) -> str | None:
 def policy_names() -> tuple[str, ...]:
     """Returns the names that `get_policy` knows, sorted. Imports no installed package."""
     return tuple(sorted({*_POLICIES, *_plugins()}))
+
+
+def reads_attention(name: str) -> bool:
+    """Returns whether a policy ranks by the attention that its parent's save measured; False when nobody knows the policy."""
+    policy = _POLICIES.get(name)
+    return policy is not None and policy.reads_attention
 
 
 def get_policy(name: str, options: Mapping[str, Any] | None = None) -> RecoveryPolicy:

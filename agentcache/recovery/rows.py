@@ -85,7 +85,7 @@ def stored_attention(context: PolicyContext, policy: str) -> Scores:
     if context.attention is None:
         raise ConfigError(
             f"policy {policy!r} reads the attention of the parent's checkpoint, which was not measured when it was saved: "
-            f"save checkpoints with precision='mixed', or take a policy that needs none, such as 'edit_local'"
+            f"set connector={{'attention': True}} (a cache whose policy this is does), or take one that needs none, such as 'edit_local'"
         )
     return context.attention
 

@@ -140,7 +140,7 @@ def test_a_length_model_that_is_none_is_refused(text: str) -> None:
 
 def test_a_dirty_window_comes_from_one_place() -> None:
     for options in ({}, {"window": 3, "length_model": "0,0,1,0,0,0,0"}):
-        with pytest.raises(ConfigError, match=r"window=TOKENS or from a profile's length_model, exactly one"):
+        with pytest.raises(ConfigError, match=r"profile or from window=TOKENS, exactly one of them"):
             PatchKV(**options)  # type: ignore[arg-type]
 
 
@@ -161,7 +161,7 @@ def test_values_that_are_not_allowed_are_refused(options: dict[str, object], mes
 
 
 def test_without_measured_attention_it_says_how_to_get_it() -> None:
-    with pytest.raises(ConfigError, match=r"'patchkv' reads the attention .* precision='mixed'"):
+    with pytest.raises(ConfigError, match=r"'patchkv' reads the attention .*'attention': True"):
         PatchKV(window=8).select(edited())
 
 

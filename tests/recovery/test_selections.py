@@ -240,7 +240,7 @@ def test_numbers_beyond_all_measure_mean_the_whole_suffix_and_cost_no_memory(nam
 
 @pytest.mark.parametrize("policy", [AttentionBlocks(), EditToCarrier()])
 def test_a_policy_of_stored_attention_says_when_there_is_none(policy: RecoveryPolicy) -> None:
-    with pytest.raises(ConfigError, match=rf"'{policy.name}' reads the attention .* precision='mixed'"):
+    with pytest.raises(ConfigError, match=rf"'{policy.name}' reads the attention .*'attention': True"):
         policy.select(edited())
 
 
