@@ -67,6 +67,7 @@ class AgentCacheConnector(KVConnectorBase_V1):
             importlib.import_module(module)
         self.worker: WorkerHalf | None = None
         self.scheduler: SchedulerHalf | None = None
+        self._steps_overlap = bool(vllm_config.scheduler_config.async_scheduling)
         url = config.durable_url
         made_for = fingerprint(vllm_config, kv_cache_config) if url is not None else {}
         if role == KVConnectorRole.WORKER:
@@ -81,6 +82,7 @@ class AgentCacheConnector(KVConnectorBase_V1):
                 # A row takes at most its exact bytes and a residual; how it was attended to is the version's.
                 bytes_per_token=(spec.page_size_bytes // spec.block_size * layers + 1) * ranks,
                 max_step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+                max_runs=int(vllm_config.scheduler_config.max_num_seqs),
                 local_hit=self._local_hit,
                 open_tier=partial(_scheduler_tier, url, made_for, ranks) if url is not None else None,
             )
@@ -154,26 +156,25 @@ class AgentCacheConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the step's orders."""
         assert self.scheduler is not None
-        written = self._written_blocks(scheduler_output) if self.scheduler.has_loads else frozenset()
-        return self.scheduler.orders(scheduler_output.total_num_scheduled_tokens, written)
+        runs = _scheduled_runs(scheduler_output)
+        written = self._written_blocks(runs) if self.scheduler.has_loads else frozenset()
+        timed = [] if self._steps_overlap else [*runs.values()]
+        return self.scheduler.orders(scheduler_output.total_num_scheduled_tokens, written, timed)
 
-    def _written_blocks(self, output: SchedulerOutput) -> Set[int]:
+    def _written_blocks(self, runs: dict[str, tuple[int, int]]) -> Set[int]:
         """Returns the blocks that vLLM's own forward writes in this step."""
         manager = self._kv_cache_manager
         assert manager is not None and self.scheduler is not None
         size = self.scheduler.block_size
-        cached = output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         written: set[int] = set()
-        for request_id, start in computed.items():
-            stop = start + output.num_scheduled_tokens[request_id]
+        for request_id, (start, stop) in runs.items():
             written.update(manager.get_block_ids(request_id)[0][start // size : -(-stop // size)])
         return written
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in the workers' reports."""
         assert self.scheduler is not None
+        self.scheduler.end_step()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             evict = self.scheduler.on_report(report)
@@ -202,6 +203,15 @@ class AgentCacheConnector(KVConnectorBase_V1):
             self.worker.close()
         if self.scheduler is not None:
             self.scheduler.close()
+
+
+def _scheduled_runs(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    """Returns the rows `[start, stop)` of each request that vLLM computes in a step."""
+    cached = output.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    scheduled = output.num_scheduled_tokens
+    return {request_id: (start, start + scheduled[request_id]) for request_id, start in computed.items()}
 
 
 def _scheduler_tier(url: str, made_for: dict[str, str], ranks: int, index: CheckpointIndex) -> DurableTier:

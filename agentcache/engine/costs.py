@@ -216,10 +216,18 @@ class CostModel:
         """Returns the seconds until `rows` rows have come up from the tier below."""
         return self.fetches.ratio * (_FETCH_S + _FETCH_ROW_S * rows) if rows else 0.0
 
-    def load_s(self, policy: str, runs: Sequence[tuple[int, int]], rows: int, objects: int) -> float:
-        """Returns the seconds of a load: `rows` rows restored, `runs` computed."""
-        drift = self.loads.get(policy)
-        return (1.0 if drift is None else drift.ratio) * (self.restore_s(rows, objects) + self.segments_s(runs))
+    def load_s(self, runs: Sequence[tuple[int, int]], rows: int, objects: int, online: int = 0) -> float:
+        """Returns the seconds that a load was fitted to take: without the drift of its policy.
+
+        Args:
+            runs: Rows to compute, ascending.
+            rows: Rows to restore.
+            objects: Stored objects that hold them.
+            online: Rows that the policy may choose in the worker; where is not known, they are counted behind the last run.
+        """
+        last = runs[-1][1] if runs else rows
+        chosen = [Run(last, last + online)] if online else []
+        return self.restore_s(rows, objects) + self.segments_s([*runs, *chosen])
 
     # -- whole resumes -------------------------------------------------------------------------------------------------
 
@@ -249,11 +257,12 @@ class CostModel:
         restored = ((run.new_start, run.new_stop) for run in plan.restore)
         copied = [stop - begin for begin, stop in clip_runs(restored, start, load_end)]
         computed = list(clip_runs(plan.recompute, start, load_end))
-        if online:
-            computed.append(Run(max(load_end - online, start), load_end))
-        ours, rest = run_tokens(computed), new_len - load_end
         objects = sum(-(-rows // OBJECT_TOKENS) for rows in copied)
-        load = self.load_s(plan.policy, computed, sum(copied), objects) if plan.load_end > start else 0.0
+        load = 0.0
+        if plan.load_end > start:
+            drift = self.loads.get(plan.policy, Drift())
+            load = drift.ratio * self.load_s(computed, sum(copied), objects, online)
+        ours, rest = run_tokens(computed) + online, new_len - load_end
         slices = -(-ours // self.limits.slice_tokens) if ours and ours + rest > self.limits.slice_tokens else 0
         return self.fetch_s(fetch_rows) + load + slices * self.overhead + self.steps_s(load_end, new_len)
 
@@ -267,7 +276,7 @@ class CostModel:
         Args:
             works: Rows `[start, stop)` of each request that vLLM computed.
             seconds: From the scheduler's orders to the step's output.
-            load: Policy of the step's only load and its seconds without drift; None when the step had no load.
+            load: Policy of the step's only load and its `load_s`; None when the step had no load.
         """
         if self.forward is None or not 0 < seconds < math.inf:
             return

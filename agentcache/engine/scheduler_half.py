@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from agentcache.config import ConnectorConfig
 from agentcache.engine.commits import lineage_salts, salt_request, version_salt
+from agentcache.engine.costs import CostModel, Limits
 from agentcache.engine.durable import DurableTier
 from agentcache.engine.loads import online_order, plan_load
 from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
-from agentcache.engine.planning import plan_request, refusal
+from agentcache.engine.planning import Estimator, plan_request, refusal
 from agentcache.engine.state import RequestState
+from agentcache.engine.step_clock import StepClock
 from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
+from agentcache.recovery.base import RecoveryPlan
 from agentcache.store.index import CheckpointIndex, Refusal, Version
 from agentcache.types import clip_runs, run_tokens
 
@@ -43,6 +46,7 @@ class SchedulerHalf:
         block_size: Tokens a hashed block.
         bytes_per_token: Bytes of one row over all layers and ranks.
         max_step_tokens: The engine's token budget a step.
+        max_runs: Its most requests in one step.
         local_hit: Returns how many leading tokens of a request vLLM's own prefix cache holds now.
         open_tier: Opens the durable tier below an index; None when there is none.
     """
@@ -54,6 +58,7 @@ class SchedulerHalf:
         block_size: int,
         bytes_per_token: int,
         max_step_tokens: int,
+        max_runs: int = 64,
         local_hit: Callable[[Any], int],
         open_tier: Callable[[CheckpointIndex], DurableTier] | None = None,
     ) -> None:
@@ -61,12 +66,15 @@ class SchedulerHalf:
         self.block_size = block_size
         self.local_hit = local_hit
         self.step_tokens = config.recompute_tokens_per_step or max_step_tokens
+        self.costs = CostModel(Limits(max_step_tokens, self.step_tokens, max_runs))
+        self.clock = StepClock(self.costs)
         self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.memory_bytes)
         self.tier = open_tier(self.index) if open_tier is not None else None
         self._requests: dict[str, RequestState] = {}
         self._seeking: dict[str, Any] = {}  # requests whose parent is sought below memory
         self._running: set[tuple[str, str]] = set()
         self._saving: dict[str, Version] = {}
+        self._fetching: list[tuple[Version, float]] = []  # versions on their way up, and since when they are sought
         self._allocated: list[Any] = []
         self._promised = 0  # tokens that loads of the step being scheduled compute
         self._orders = StepOrders()
@@ -120,11 +128,11 @@ class SchedulerHalf:
             return
         started = time.perf_counter()
         exact_end = self._exact_end(request, parent)
-        planned = plan_request(request.prompt_token_ids, parent, params, exact_end)
+        planned = plan_request(request.prompt_token_ids, parent, params, exact_end, self._estimator(request, parent))
         plan, prefix = planned.plan, planned.prefix
         state.exact_end = min(exact_end, prefix)
         state.recovery.plan_ms = (time.perf_counter() - started) * 1e3
-        state.recovery.reason = planned.reason
+        state.recovery.reason, state.recovery.estimate = planned.reason, planned.estimate
         if plan is None:
             return
         state.online = planned if planned.policy is not None else None
@@ -143,6 +151,20 @@ class SchedulerHalf:
         salt_request(request, state.salts)
         state.note_plan(plan)
 
+    def _estimator(self, request: Any, parent: Version) -> Estimator | None:
+        """Returns how long a request's first token takes by a plan, or None while nothing is known of this engine."""
+        if not self.costs.ready:
+            return None
+        new_len, local = request.num_prompt_tokens, self.local_hit(request)
+        fetched = len(parent.token_ids) if any(version is parent for version, _ in self._fetching) else 0
+
+        def estimate(plan: RecoveryPlan | None, online: int) -> float:
+            if plan is None:
+                return self.costs.estimate_exact(new_len, local)
+            return self.costs.estimate_recovery(plan, new_len=new_len, local=local, fetch_rows=fetched, online=online)
+
+        return estimate
+
     def _end_seeks(self) -> None:
         """Plans the requests whose parents are known now; their blocks are not hashed for a step before that."""
         for request_id, request in list(self._seeking.items()):
@@ -150,7 +172,16 @@ class SchedulerHalf:
             assert state.seek is not None and state.params is not None
             if state.seek.done:
                 del self._seeking[request_id]
+                if state.seek.version is not None and state.sought_at is not None:
+                    self._fetching.append((state.seek.version, state.sought_at))
                 self._plan(request, state, state.params)
+
+    def _end_fetches(self) -> None:
+        """Learns from the versions that have come up how fast the tier is."""
+        for version, since in self._fetching:
+            if version.state == "committed":
+                self.costs.observe_fetch(len(version.token_ids), time.perf_counter() - since)
+        self._fetching = [(version, since) for version, since in self._fetching if version.state == "saving"]
 
     def _exact_end(self, request: Any, parent: Version) -> int:
         """Returns how many of the parent's leading rows can be had exactly: stored so, or still in vLLM's own cache."""
@@ -230,12 +261,15 @@ class SchedulerHalf:
         """Whether a load was allocated in the step that is being scheduled."""
         return bool(self._allocated)
 
-    def orders(self, scheduled_tokens: int, written: Set[int] = frozenset()) -> StepOrders:
+    def orders(
+        self, scheduled_tokens: int, written: Set[int] = frozenset(), runs: Sequence[tuple[int, int]] = ()
+    ) -> StepOrders:
         """Returns the step's orders and starts a new list.
 
         Args:
             scheduled_tokens: What vLLM computes in this step.
             written: Blocks that vLLM's own forward writes in this step; needed when there are loads.
+            runs: Rows `[start, stop)` of each request that vLLM computes; none when the step is not to be timed.
         """
         for request in self._allocated:
             self._order_load(request, self._requests[request.request_id], written)
@@ -245,6 +279,7 @@ class SchedulerHalf:
         tier = None
         if self.tier is not None:
             self.tier.poll(idle=not scheduled_tokens and not orders.loads and not self._saving)
+            self._end_fetches()
             self._end_seeks()
             self.tier.take_orders(orders)
             tier = self.tier.take_stats()
@@ -254,7 +289,27 @@ class SchedulerHalf:
             self._news = False
         if tier is not None:
             orders.tier = tier
+        self._begin_step(orders, runs)
         return orders
+
+    def _begin_step(self, orders: StepOrders, runs: Sequence[tuple[int, int]]) -> None:
+        """Starts the clock on a step that can be estimated: vLLM's own work, beside at most one load that ends in it."""
+        loading = any(state.loading for state in self._requests.values())
+        if not runs or not self.costs.ready or loading or self._saving or len(orders.loads) > 1:
+            self.clock.skip()
+            return
+        load = None
+        for order in orders.loads:
+            plan = self._requests[order.request_id].plan
+            assert plan is not None
+            rows = sum(extent.length for extent in order.extents)
+            most = 0 if order.online is None else order.online.policy.most(order.online.context)
+            load = plan.policy, self.costs.load_s(order.recompute, rows, len(order.extents), most)
+        self.clock.begin(runs, load)
+
+    def end_step(self) -> None:
+        """Notes that a step's output is here."""
+        self.clock.end()
 
     def _order_load(self, request: Any, state: RequestState, written: Set[int]) -> None:
         load, plan = state.load, state.plan
@@ -303,6 +358,8 @@ class SchedulerHalf:
             recovery.reason = load.fault or recovery.reason
             if recovery.lost_tokens:
                 recovery.reason = f"{recovery.lost_tokens} stored rows were lost or corrupt and were recomputed"
+        if report.timings:
+            self.costs.fit(report.timings)
         if report.lost:
             self.index.lose_objects(report.lost)
         for object_id, (size_bytes, tag, lossless) in report.stored.items():
@@ -411,6 +468,7 @@ class SchedulerHalf:
                 precision=params.precision or self.config.precision,
                 token_ids=list(request.all_token_ids[:computed]),
                 prompt_tokens=request.num_prompt_tokens,
+                attention=self.config.attention,
             )
         )
         return True

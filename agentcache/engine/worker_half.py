@@ -29,6 +29,7 @@ from agentcache.engine.orders import Demoted, LoadOrder, LoadReport, Staged, Ste
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.saver import Saver
 from agentcache.engine.segments import Segment
+from agentcache.engine.timing import time_runtime
 from agentcache.engine.worker_tier import WorkerTier
 from agentcache.kernels import COMPARISON, Kernels, Tag
 from agentcache.store.extents import LoadExtent
@@ -88,6 +89,11 @@ class WorkerHalf:
         if self._open_tier is not None and self.tier is None:
             self.tier = self._open_tier(partial(_is_sound, runtime.kernels))
         self.runtime = runtime
+        if self.config.time_at_start:
+            try:
+                self._report.timings = time_runtime(runtime, self.config.precision)
+            except Exception:
+                logger.exception("agentcache could not time this engine; policy auto stays exact")
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 

@@ -214,13 +214,19 @@ def test_small_steps_tell_the_overhead_and_not_the_speed():
 
 
 def test_a_load_is_followed_by_policy():
-    costs = model()
-    fitted = costs.load_s("attended", [(0, 64)], 1000, 4)
-    own = costs.forward_s(work_of([(1000, 1020)]))
+    costs, made = model(), planned(edit(1000))
+    fitted = costs.load_s([(2000, 2072)], 984, 5)
+    own = costs.steps_s(3040, 3060)
+    for policy in ("edit_local", "epic"):
+        assert costs.estimate_recovery(replace(made, policy=policy), new_len=3060, local=1984) == pytest.approx(
+            fitted + own
+        )
     for _ in range(40):
-        costs.observe_step([(1000, 1020)], 2 * fitted + own, ("attended", fitted))
-    assert costs.load_s("attended", [(0, 64)], 1000, 4) == pytest.approx(2 * fitted, rel=0.01)
-    assert costs.load_s("edit_local", [(0, 64)], 1000, 4) == pytest.approx(fitted)
+        costs.observe_step([(3040, 3060)], 2 * fitted + own, ("edit_local", fitted))
+    assert costs.estimate_recovery(made, new_len=3060, local=1984) == pytest.approx(2 * fitted + own, rel=0.01)
+    assert costs.estimate_recovery(replace(made, policy="epic"), new_len=3060, local=1984) == pytest.approx(
+        fitted + own
+    )
     assert costs.steps.ratio == 1
 
 
