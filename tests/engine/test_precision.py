@@ -22,6 +22,7 @@ from agentcache.engine.precision import (
     LOW_BIT_RESIDUAL,
     LOW_RISK,
     SINK_TOKENS,
+    Thresholds,
     block_risk,
     block_tags,
     known_precisions,
@@ -68,15 +69,36 @@ def test_normalised_attention_keeps_the_order_of_rows_that_are_no_sinks(mass):
     assert (np.diff(out[SINK_TOKENS:][order]) >= 0).all()
 
 
-@given(rows())
-def test_risk_is_that_of_the_paper(drawn):
+@given(rows(), st.sampled_from([0.0, 0.3, ALPHA, 1.0]))
+def test_risk_is_that_of_the_paper(drawn, alpha):
     attention, residual = drawn
     risk = attention.astype(np.float64) * residual
     want = [
-        ALPHA * risk[at : at + BLOCK].max() + (1 - ALPHA) * risk[at : at + BLOCK].mean()
+        alpha * risk[at : at + BLOCK].max() + (1 - alpha) * risk[at : at + BLOCK].mean()
         for at in range(0, len(risk), BLOCK)
     ]
-    assert block_risk(attention, residual) == pytest.approx(np.array(want), rel=1e-5, abs=1e-30)
+    assert block_risk(attention, residual, alpha) == pytest.approx(np.array(want), rel=1e-5, abs=1e-30)
+
+
+@given(
+    rows(),
+    st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)).map(sorted),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.floats(0, 1, width=32),
+)
+def test_tags_are_those_of_the_paper(drawn, taus, alpha, limit):
+    attention, residual = drawn
+    thresholds = Thresholds(tau_low=taus[0], tau_high=taus[1], alpha=alpha, low_bit_residual=limit)
+    worst = [float(residual[at : at + BLOCK].max()) for at in range(0, len(residual), BLOCK)]
+    want = []
+    for risk, most in zip(block_risk(attention, residual, alpha).tolist(), worst, strict=True):
+        if risk >= taus[1]:
+            want.append(Tag.EXACT)
+        elif risk >= taus[0] or most > limit:
+            want.append(Tag.K8V8)
+        else:
+            want.append(Tag.K8V4)
+    assert block_tags(attention, residual, thresholds) == want
 
 
 def test_one_fragile_row_makes_its_block_risky():
