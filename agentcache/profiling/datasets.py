@@ -2,8 +2,8 @@
 
 | rows with | data set | a turn is |
 |---|---|---|
-| `documents` | your own: `{"task": id, "documents": [text, …], "question": …}` | all documents |
-| `context` | HotpotQA | a search and its paragraphs |
+| `documents` | your own: `{"task": id, "documents": [text, …], "question": …}` | a search that finds half of them, or the reading of one more |
+| `context` | HotpotQA | the same |
 | `paragraphs` of `paragraph_text` | MuSiQue | the same |
 | `paragraphs` of `text` | the HotpotQA sample that ships with agentcache | the same |
 | `ctx` | 2WikiMultihopQA, joined with passages | the same |
@@ -136,17 +136,29 @@ _KNOWN: Final = "documents (your own), context (HotpotQA), paragraphs (MuSiQue),
 
 
 def _retrieval(dataset: str, task: Any, question: str, documents: Sequence[tuple[str, str]]) -> Task:
-    """Returns one question, and one search with all its documents."""
-    results = tuple(f"{title}\n{' '.join(text.split())}" for title, text in documents)
-    return Task(f"{dataset}-{task}", dataset, question, (Turn(f"search({json.dumps(question)})", results),))
+    """Returns one question, a search that finds the first half of its documents, and the others, read one by one.
+
+    Args:
+        dataset: Its name.
+        task: Its id there.
+        question: That is asked.
+        documents: Title, or nothing, and text of each.
+    """
+    results = [f"{title}\n{' '.join(text.split())}" if title else text for title, text in documents]
+    half = -(-len(results) // 2)
+    reads = [
+        Turn(f"read({json.dumps(title or f'document {at + 1}')})", (results[at],))
+        for at, (title, _) in enumerate(documents[half:], half)
+    ]
+    search = Turn(f"search({json.dumps(question)})", tuple(results[:half]))
+    return Task(f"{dataset}-{task}", dataset, question, (search, *reads))
 
 
 def _documents(row: Row, name: str) -> Task:
     if not all(isinstance(text, str) for text in row["documents"]) or not row["documents"]:
         raise ValueError("documents must be a list of texts, at least one")
     question = row.get("question") or "Read these documents."
-    turn = Turn(f"search({json.dumps(question)})", tuple(row["documents"]))
-    return Task(f"{name}-{row['task']}", name, question, (turn,))
+    return _retrieval(name, row["task"], question, [("", text) for text in row["documents"]])
 
 
 def _sample(row: Row, name: str) -> Task:

@@ -60,11 +60,14 @@ def test_turns_of_tau_bench_are_calls_with_results_and_answers_with_replies(tmp_
     ]
 
 
-def test_own_documents_are_one_turn(tmp_path: Path) -> None:
+def test_half_of_the_documents_is_found_and_the_others_are_read_one_by_one(tmp_path: Path) -> None:
     dataset = load_dataset(write(tmp_path / "mine.jsonl", DOCUMENTS, {"task": "b", "documents": ["Three."]}))
     assert dataset.name == "mine"
     assert [task.id for task in dataset.tasks] == ["mine-a", "mine-b"]
-    assert dataset.tasks[0].turns[0].results == ("One.", "Two.")
+    assert [(turn.action, turn.results) for turn in dataset.tasks[0].turns] == [
+        ('search("Why?")', ("One.",)),
+        ('read("document 2")', ("Two.",)),
+    ]
 
 
 def test_the_shipped_sample_has_its_documents() -> None:
@@ -72,7 +75,9 @@ def test_the_shipped_sample_has_its_documents() -> None:
     assert dataset.name == "hotpotqa"
     for task, item in zip(dataset.tasks, load_hotpot_sample(), strict=True):
         assert task.question == item.question
-        assert [text.split("\n")[0] for text in task.turns[0].results] == [p.title for p in item.paragraphs]
+        found = [text.split("\n")[0] for turn in task.turns for text in turn.results]
+        assert found == [p.title for p in item.paragraphs]
+        assert [turn.action for turn in task.turns[1:]] == [f"read({json.dumps(p.title)})" for p in item.paragraphs[5:]]
 
 
 def test_a_folder_gives_all_its_files_and_their_hash(tmp_path: Path) -> None:
