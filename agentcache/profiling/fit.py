@@ -35,9 +35,11 @@ BLOCK: Final = 32
 QUANTILE: Final = 0.9
 """**choice**, formulas 8."""
 
-PENALTY: Final = 0.01
-"""L1 penalty on coefficients of standardised features (**choice**): pairs are few, and their lengths alike. It costs a
-hundredth of the pinball loss a unit, and keeps what adds nothing at 0."""
+PENALTY: Final = 0.02
+"""L1 penalty on the coefficients of standardised features (**choice**): pairs are few, and profiles are asked beyond their
+lengths. On 30 draws of 40 made-up pairs from a known law, the window at three times the longest suffix had an 80 % interval of 17
+to 4249 tokens without a penalty, 108 to 943 with 0.01, and 94 to 524 with 0.03 (true: 275); the share of unseen pairs within the
+window rose from 0.85 to 0.88."""
 
 EDGES: Final = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 """First distance of each bin of the curves, in tokens."""
