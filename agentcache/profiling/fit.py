@@ -1,6 +1,7 @@
 """From drift to a length model: PatchKV's formulas 6 to 9.
 
-Letters: `L` layers, `T` suffix tokens of one training pair, `B` tokens a block, `N = ceil(T / B)` blocks. Blocks are counted from the first suffix token, so that block b begins at distance `b·B` (**choice**).
+Letters: `L` layers, `T` suffix tokens of one training pair, `B` tokens a block, `N = ceil(T / B)` blocks. Blocks are
+counted from the first suffix token, so that block b begins at distance `b·B` (**choice**).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ __all__ = [
     "fit_length",
     "fit_length_model",
     "oracle_boundary",
-    "pinball_loss",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -102,12 +102,6 @@ def oracle_boundary(deviation: npt.ArrayLike, suffix: int, *, tau_v: float, gamm
 def boundary(pair: TrainingPair, *, tau_v: float, gamma: float, block: int = BLOCK) -> int:
     """Returns d* of a training pair, see `oracle_boundary`."""
     return oracle_boundary(pair.deviation, pair.suffix, tau_v=tau_v, gamma=gamma, block=block)
-
-
-def pinball_loss(target: npt.ArrayLike, predicted: npt.ArrayLike, quantile: float) -> float:
-    """Returns the mean pinball loss, which the length model minimises (PatchKV, formulas 8)."""
-    over = np.asarray(target, dtype=np.float64) - np.asarray(predicted, dtype=np.float64)
-    return float(np.maximum(quantile * over, (quantile - 1) * over).mean())
 
 
 def fit_length_model(
