@@ -44,7 +44,8 @@ class Seek:
     """A search for a version below memory.
 
     Attributes:
-        reason: Why there is none; None while it is sought, or when it was found.
+        reason: Why there is none, as the rest of a sentence that begins with its name; None while it is sought, or when it was
+            found.
         version: The version, in state `saving` until its payloads are here.
     """
 
@@ -276,7 +277,7 @@ class DurableTier:
         if key not in self._seeks:
             seek = self._seeks[key] = Seek()
             if not self._up.submit(partial(self._find, key)):
-                seek.reason = f"parent {version!r} is not in memory, and too many searches of the store are open"
+                seek.reason = "is not in memory, and too many searches of the store are open"
                 del self._seeks[key]
             return seek
         return self._seeks[key]
@@ -295,17 +296,17 @@ class DurableTier:
         seek = self._seeks.pop(key)
         self._news = True
         if isinstance(found, Miss):
-            seek.reason = f"parent {key[1]!r} is unknown or was evicted"
+            seek.reason = "is unknown or was evicted"
         elif isinstance(found, Refused):
-            seek.reason = f"parent {key[1]!r} cannot be restored: {found.reason}"
+            seek.reason = f"cannot be restored: {found.reason}"
         elif (here := self.index.lookup(*key)) is not None:
             seek.version = here
         elif found.ranks != self.ranks:
-            seek.reason = f"parent {key[1]!r} was stored by {found.ranks} ranks; this engine has {self.ranks}"
+            seek.reason = f"was stored by {found.ranks} ranks; this engine has {self.ranks}"
         else:
             made = self._adopt(found)
             if isinstance(made, Refusal):
-                seek.reason = made.reason
+                seek.reason = f"cannot be restored: {made.reason}"
             else:
                 seek.version = made.version
 

@@ -25,9 +25,9 @@ def plan_load(index: CheckpointIndex, state: RequestState, start: int, *, backgr
         start: vLLM's own hit.
         background: Whether the load spreads over steps of its own.
     """
-    plan = state.plan
-    assert plan is not None and state.parent is not None
-    extents = list(_kept(index, index.load_plan(state.parent, plan.restore, start), state.exact_end))
+    plan, parent = state.plan, state.parent
+    assert plan is not None and parent is not None
+    extents = list(_kept(index, index.load_plan(parent, plan.restore, start), state.exact_end))
     copied = [Run(e.position, e.position + e.length) for e in extents]
     return Load(start, extents, complement(copied, plan.load_end, start), background)
 

@@ -201,6 +201,7 @@ class StepReport(KVConnectorWorkerMetadata):
         demoted: By ticket. Ranks end in different steps.
         staged: By the order's number. The same.
         hints: `(namespace, version)` that will be resumed soon: they are evicted last.
+        forget: `(namespace, version)` that nobody shall find any more.
         timings: Once, what was timed at start-up; the ranks time the same pieces, and the slowest of them counts.
     """
 
@@ -214,6 +215,7 @@ class StepReport(KVConnectorWorkerMetadata):
     demoted: dict[str, Demoted] = field(default_factory=dict)
     staged: dict[int, Staged] = field(default_factory=dict)
     hints: set[tuple[str, str]] = field(default_factory=set)
+    forget: set[tuple[str, str]] = field(default_factory=set)
     timings: list[Sample] = field(default_factory=list)
 
     @property
@@ -250,6 +252,7 @@ class StepReport(KVConnectorWorkerMetadata):
             demoted=demoted,
             staged=staged,
             hints=self.hints | other.hints,
+            forget=self.forget | other.forget,
             timings=_slower(self.timings, other.timings),
         )
 

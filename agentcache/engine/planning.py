@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from agentcache.engine.wire import ResumeParams
-from agentcache.episodes.diff import diff_tokens
+from agentcache.episodes.diff import as_ids, common_prefix, diff_tokens, find_spans
 from agentcache.errors import ConfigError
 from agentcache.recovery.auto import Auto, auto_arms
 from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan, RecoveryPolicy
 from agentcache.recovery.planner import plan
 from agentcache.recovery.prefix_cache import PrefixCache
 from agentcache.recovery.registry import get_policy
+from agentcache.recovery.rows import QUERY_ROWS
+from agentcache.store.compose import Composition
 from agentcache.store.index import Version
 from agentcache.store.scores import decode_scores
 from agentcache.types import AlignedRun, PromptDiff, Run
@@ -36,7 +38,7 @@ class Planned:
     Attributes:
         plan: None when nothing can be reused.
         prefix: |P|.
-        reason: Why there is no plan.
+        reason: Why there is no plan, or not the one that was asked for.
         policy: When it chooses further rows in the worker.
         context: What it was shown; None without a plan.
         estimate: What `auto` compared, in ms; see `Recovery.estimate`.
@@ -112,14 +114,37 @@ def _checked_diff(token_ids: np.ndarray[Any, Any], parent: Version, params: Resu
     return diff_tokens(old, token_ids)
 
 
+def _diff(
+    token_ids: np.ndarray[Any, Any], composition: Composition, params: ResumeParams, *, sources: bool
+) -> PromptDiff:
+    """Returns the diff to the parent, and where the rest of the prompt stands in the sources, if they are to be searched."""
+    base = composition.base
+    start = 0
+    if base.version_id == params.parent:
+        diff = _checked_diff(token_ids, base, params)
+        if len(composition.parts) == 1:
+            return diff
+        start = composition.source_start
+    else:
+        prefix = common_prefix(as_ids(base.token_ids), as_ids(token_ids))
+        diff = PromptDiff(prefix, len(token_ids), (AlignedRun(0, 0, prefix),) if prefix else ())
+    spans = find_spans(composition.token_ids[start:], token_ids, diff.fresh) if sources else ()
+    found = (AlignedRun(span.old_start + start, span.new_start, span.length) for span in spans)
+    aligned = sorted((*diff.aligned, *found), key=lambda run: run.new_start)
+    return PromptDiff(len(composition.token_ids), len(token_ids), tuple(aligned))
+
+
 def _measured(
-    parent: Version, diff: PromptDiff
+    composition: Composition, parent: Version, diff: PromptDiff
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]] | None, np.ndarray[Any, np.dtype[np.int32]]]:
-    """Returns what is known of the parent's rows at their places in the new prompt: attention and generations."""
+    """Returns what is known of the rows at their places in the new prompt: attention and generations."""
     of_parent = np.zeros(len(parent.token_ids), dtype=np.int32)
     for extent in parent.extents:
         of_parent[extent.position : extent.stop] = extent.generation
     scores = None if parent.attention is None else decode_scores(parent.attention)
+    if scores is not None:
+        for part in composition.parts[:-1]:  # policies leave out the rows that asked, and look for them at the very end
+            scores[max(part.stop - QUERY_ROWS, part.offset) : part.stop] = 0
     attention = None if scores is None else np.zeros(diff.new_len, dtype=np.float32)
     generations = np.zeros(diff.new_len, dtype=np.int32)
     for run in diff.aligned:
@@ -131,7 +156,7 @@ def _measured(
 
 def plan_request(
     prompt: Sequence[int],
-    parent: Version,
+    composition: Composition,
     params: ResumeParams,
     exact_end: int,
     estimate: Estimator | None = None,
@@ -140,24 +165,28 @@ def plan_request(
 
     Args:
         prompt: The new prompt's ids.
-        parent: The checkpoint to reuse.
+        composition: The parent, and the sources that are there.
         params: What the caller asked for.
-        exact_end: Leading rows of the parent that can be had exactly.
+        exact_end: Leading rows of the base that can be had exactly.
         estimate: What `auto` compares plans by; None while the engine has not told how fast it is.
     """
     token_ids = np.asarray(prompt, dtype=np.int32)
+    parent = composition.view()
 
     def planned(policy: RecoveryPolicy, context: PolicyContext) -> Planned:
         made = plan(policy, context, parent_exact_end=exact_end, missing=parent.missing(), limit=len(token_ids) - 1)
         if made.load_end == 0:
-            return Planned(None, context.diff.prefix, "nothing of the parent can be reused")
+            return Planned(None, context.diff.prefix, _nothing(params))
         online = policy if isinstance(policy, OnlinePolicy) and made.reused_tokens else None
         return Planned(made, context.diff.prefix, None, online, context)
 
     try:
         policy = get_policy(params.policy, params.options)
-        diff = _checked_diff(token_ids, parent, params)
-        context = PolicyContext(diff, token_ids, params.boundary_tuple(), *_measured(parent, diff))
+        diff = _diff(token_ids, composition, params, sources=not policy.exact)
+        context = PolicyContext(diff, token_ids, params.boundary_tuple(), *_measured(composition, parent, diff))
+        if policy.exact and params.sources:
+            reason = f"policy {params.policy!r} is exact: it takes nothing of the sources behind the prompt's prefix"
+            return replace(planned(policy, context), reason=reason)
         arms = auto_arms(policy)
         if arms is None:
             return planned(policy, context)
@@ -171,6 +200,11 @@ def plan_request(
     except Exception as error:  # a policy may be anybody's code; the request must live
         logger.exception("policy %s failed", params.policy)
         return Planned(None, 0, f"policy {params.policy!r} failed: {type(error).__name__}: {error}")
+
+
+def _nothing(params: ResumeParams) -> str:
+    asked = [*(["parent"] if params.parent is not None else []), *(["sources"] if params.sources else [])]
+    return f"nothing of the {' or the '.join(asked)} can be reused"
 
 
 def _choose(auto: Auto, lossy: Planned, exact: Planned, estimate: Estimator | None) -> Planned:

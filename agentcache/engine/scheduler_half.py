@@ -1,8 +1,8 @@
 """The connector's scheduler half: plans each resume, names approximate blocks, and owns the checkpoint index.
 
 ```
-on_new_request          parse -> refuse or plan -> salt the block hashes, pin the parent
-matched_tokens          how many rows we provide beyond vLLM's own hit; None while the parent is still being saved
+on_new_request          parse -> refuse or plan -> salt the block hashes, pin the parent and the sources
+matched_tokens          how many rows we provide beyond vLLM's own hit; None while what they come from is still being saved
 after_alloc             blocks are known: build the load order (again after a preemption)
 orders                  hand the step's orders to the workers
 on_report               saves committed, objects lost, loads timed
@@ -26,10 +26,12 @@ from agentcache.engine.durable import DurableTier
 from agentcache.engine.loads import online_order, plan_load
 from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from agentcache.engine.planning import Estimator, plan_request, refusal
+from agentcache.engine.sources import complaint, draw_on, find_versions
 from agentcache.engine.state import RequestState
 from agentcache.engine.step_clock import StepClock
 from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
 from agentcache.recovery.base import RecoveryPlan
+from agentcache.store.compose import Composition
 from agentcache.store.index import CheckpointIndex, Refusal, Version
 from agentcache.types import clip_runs, run_tokens
 
@@ -71,7 +73,7 @@ class SchedulerHalf:
         self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.memory_bytes)
         self.tier = open_tier(self.index) if open_tier is not None else None
         self._requests: dict[str, RequestState] = {}
-        self._seeking: dict[str, Any] = {}  # requests whose parent is sought below memory
+        self._seeking: dict[str, Any] = {}  # requests whose parent or sources are sought below memory
         self._running: set[tuple[str, str]] = set()
         self._saving: dict[str, Version] = {}
         self._fetching: list[tuple[Version, float]] = []  # versions on their way up, and since when they are sought
@@ -108,40 +110,44 @@ class SchedulerHalf:
         self._running.add(key)
         state.owns_key = True
         state.save = params.save
-        if params.parent is not None:
+        if params.names:
             self._plan(request, state, params)
 
     def _plan(self, request: Any, state: RequestState, params: ResumeParams) -> None:
-        assert params.parent is not None
-        if (params.namespace, params.parent) in self._running:
-            state.recovery.reason = f"parent {params.parent!r} is still generating"
-            return
-        parent = self.index.lookup(params.namespace, params.parent)
-        if parent is None and self.tier is not None and state.seek is None:
-            state.seek, state.sought_at = self.tier.seek(params.namespace, params.parent), time.perf_counter()
-            state.recovery.tier = "store"
+        seek = None if self.tier is None else self.tier.seek
+        found = find_versions(params, self.index.lookup, self._running, seek, state.searches)
+        if state.searches and state.sought_at is None:
+            state.recovery.tier, state.sought_at = "store", time.perf_counter()
+        if found is None:
             self._seeking[request.request_id] = request
             return
-        if parent is None:
-            sought = state.seek.reason if state.seek is not None else None
-            state.recovery.reason = sought or f"parent {params.parent!r} is unknown or was evicted"
-            return
+        state.missed = complaint(params, found)
+        state.recovery.lost_sources = [name for name in params.sources if isinstance(found[name], str)]
+        state.say(None)
         started = time.perf_counter()
-        exact_end = self._exact_end(request, parent)
-        planned = plan_request(request.prompt_token_ids, parent, params, exact_end, self._estimator(request, parent))
+        composition = draw_on(request.prompt_token_ids, params, found)
+        if composition is None:
+            return
+        base = composition.base
+        exact_end = self._exact_end(request, base)
+        estimate = self._estimator(request, composition)
+        planned = plan_request(request.prompt_token_ids, composition, params, exact_end, estimate)
         plan, prefix = planned.plan, planned.prefix
         state.exact_end = min(exact_end, prefix)
         state.recovery.plan_ms = (time.perf_counter() - started) * 1e3
-        state.recovery.reason, state.recovery.estimate = planned.reason, planned.estimate
+        state.recovery.estimate = planned.estimate
+        state.say(planned.reason)
         if plan is None:
             return
         state.online = planned if planned.policy is not None else None
-        state.plan, state.parent, state.first_approximate = plan, parent, plan.first_approximate
-        self.index.pin(parent)
-        self.index.touch(parent)
+        state.plan, state.first_approximate = plan, plan.first_approximate
+        state.composition = composition.used_by(plan.restore)
+        for version in state.composition.versions:
+            self.index.pin(version)
+            self.index.touch(version)
         reused = plan.reused_tokens > 0
         state.salts = lineage_salts(
-            parent.salts,
+            base.salts,
             prefix=prefix,
             restored_after_prefix=reused,
             first_approximate=plan.first_approximate,
@@ -151,12 +157,12 @@ class SchedulerHalf:
         salt_request(request, state.salts)
         state.note_plan(plan)
 
-    def _estimator(self, request: Any, parent: Version) -> Estimator | None:
+    def _estimator(self, request: Any, composition: Composition) -> Estimator | None:
         """Returns how long a request's first token takes by a plan, or None while nothing is known of this engine."""
         if not self.costs.ready:
             return None
         new_len, local = request.num_prompt_tokens, self.local_hit(request)
-        fetched = len(parent.token_ids) if any(version is parent for version, _ in self._fetching) else 0
+        fetched = sum(len(version.token_ids) for version, _ in self._fetching if version in composition.versions)
 
         def estimate(plan: RecoveryPlan | None, online: int) -> float:
             if plan is None:
@@ -166,14 +172,15 @@ class SchedulerHalf:
         return estimate
 
     def _end_seeks(self) -> None:
-        """Plans the requests whose parents are known now; their blocks are not hashed for a step before that."""
+        """Plans the requests whose parents and sources are known now; their blocks are not hashed for a step before that."""
         for request_id, request in list(self._seeking.items()):
             state = self._requests[request_id]
-            assert state.seek is not None and state.params is not None
-            if state.seek.done:
+            assert state.params is not None and state.sought_at is not None
+            if all(search.done for search in state.searches.values()):
                 del self._seeking[request_id]
-                if state.seek.version is not None and state.sought_at is not None:
-                    self._fetching.append((state.seek.version, state.sought_at))
+                known = {version for version, _ in self._fetching}
+                coming = (search.version for search in state.searches.values() if search.version not in known)
+                self._fetching += ((v, state.sought_at) for v in coming if v is not None and v.state == "saving")
                 self._plan(request, state, state.params)
 
     def _end_fetches(self) -> None:
@@ -202,12 +209,13 @@ class SchedulerHalf:
             return None, False
         if state.plan is None:
             return 0, False
-        assert state.parent is not None
-        if state.parent.state == "dropped":
-            state.recovery.reason = f"parent {state.parent.version_id!r} was dropped before it could be restored"
+        parent = state.parent
+        assert parent is not None
+        state.note_dropped()
+        if parent.state == "dropped":
             state.give_up(local)
             return 0, False
-        if state.parent.state == "saving":
+        if parent.state == "saving":
             self._orders.hurry = True
             return None, False
         if state.sought_at is not None:
@@ -355,9 +363,10 @@ class SchedulerHalf:
             if state.online is not None and state.load is not None:
                 state.note_repaired(load.repaired, state.load.start)
             recovery.count_reuse()
-            recovery.reason = load.fault or recovery.reason
+            if load.fault is not None:
+                state.say(load.fault)
             if recovery.lost_tokens:
-                recovery.reason = f"{recovery.lost_tokens} stored rows were lost or corrupt and were recomputed"
+                state.say(f"{recovery.lost_tokens} stored rows were lost or corrupt and were recomputed")
         if report.timings:
             self.costs.fit(report.timings)
         if report.lost:
@@ -367,6 +376,10 @@ class SchedulerHalf:
         for request_id in report.saved | report.unsaved:
             ok = request_id in report.saved and request_id not in report.unsaved
             self._end_save(request_id, report.attention.get(request_id), ok=ok)
+        for forgotten in report.forget:
+            version = self.index.lookup(*forgotten)
+            if version is not None:
+                self.index.drop_version(version)
         for hint in report.hints:
             version = self.index.lookup(*hint)
             if version is not None:
@@ -386,7 +399,7 @@ class SchedulerHalf:
             return
         state.loading = False
         if state.plan is not None:
-            state.recovery.reason = "the restore failed in the worker; vLLM computed the rows (see its log)"
+            state.say("the restore failed in the worker; vLLM computed the rows (see its log)")
             state.give_up(state.matched)
 
     def _end_save(self, request_id: str, attention: bytes | None, *, ok: bool) -> None:
@@ -422,8 +435,8 @@ class SchedulerHalf:
         if state.save and not state.loading:
             assert params is not None
             keep = self._begin_save(request, state, params, block_ids)
-        if state.parent is not None:
-            self.index.unpin(state.parent)
+        for version in state.composition.versions if state.composition is not None else ():
+            self.index.unpin(version)
         note = recovery.model_dump(mode="json")
         ended = ("saved", "reason", "repair_tokens", "reused_tokens", "recompute_ratio")
         self._note(state, {name: note[name] for name in ended})
@@ -450,6 +463,7 @@ class SchedulerHalf:
             plan_restore=state.kept() if plan is not None else (),
             exact_end=computed if approximate is None else approximate,
             salts=state.salts if approximate is not None else (),
+            composed_of=state.composition.alive if state.composition is not None else (),
         )
         if isinstance(saved, Refusal):
             state.recovery.saved = "refused"

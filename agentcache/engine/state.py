@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentcache.engine.commits import Salts
-from agentcache.engine.durable import Seek
 from agentcache.engine.planning import Planned
+from agentcache.engine.sources import Search
 from agentcache.engine.wire import Recovery, ResumeParams
 from agentcache.recovery.base import RecoveryPlan
+from agentcache.store.compose import Composition
 from agentcache.store.extents import LoadExtent
 from agentcache.store.index import Version
 from agentcache.types import AlignedRun, Run, clip_runs, complement, merge_runs, run_tokens
@@ -31,8 +32,9 @@ class RequestState:
     """What the half knows of one request that opted in.
 
     `plan` is None when nothing can be restored. `first_approximate` holds for the version whatever becomes of the plan,
-    unless its approximate rows provably never came to be. `seek` is the search for its parent below memory, `sought_at` its
-    beginning until its payloads are here. `online` is set while the policy chooses further rows in the worker, `repaired` what it
+    unless its approximate rows provably never came to be. `composition` is what the plan restores from, pinned until the request
+    ends; `missed` says what else was asked for, `fault` what else went wrong. `searches` are those below memory, by name, `sought_at` their beginning until the
+    payloads are here. `online` is set while the policy chooses further rows in the worker, `repaired` what it
     chose there.
     """
 
@@ -41,8 +43,10 @@ class RequestState:
     plan: RecoveryPlan | None = None
     online: Planned | None = None
     repaired: tuple[Run, ...] = ()
-    parent: Version | None = None
-    seek: Seek | None = None
+    composition: Composition | None = None
+    missed: str | None = None
+    fault: str | None = None
+    searches: dict[str, Search] = field(default_factory=dict)
     sought_at: float | None = None
     salts: Salts = ()
     exact_end: int = 0
@@ -59,6 +63,32 @@ class RequestState:
         """`(namespace, version)`."""
         return (self.params.namespace, self.params.version) if self.params else ("", self.recovery.version)
 
+    @property
+    def parent(self) -> Version | None:
+        """The version that rows are restored from: the parent with the sources, as they are now."""
+        return None if self.composition is None else self.composition.view()
+
+    def say(self, reason: str | None) -> None:
+        """Sets the report's reason, behind what is missing of parent and sources."""
+        self.fault = reason
+        self.recovery.reason = "; ".join(filter(None, (self.missed, reason))) or None
+
+    def note_dropped(self) -> None:
+        """Notes what was dropped since it was planned with; its rows are missing from the composition now."""
+        assert self.composition is not None
+        recovery = self.recovery
+        for version in self.composition.versions:
+            name = version.version_id
+            said = (
+                f"{'parent' if name == recovery.parent else 'source'} {name!r} was dropped before it could be restored"
+            )
+            if version.state == "dropped" and said not in (self.missed or ""):
+                self.missed = "; ".join(filter(None, (self.missed, said)))
+                self.say(self.fault)
+                if name in recovery.sources:
+                    recovery.sources.remove(name)
+                    recovery.lost_sources.append(name)
+
     def note_plan(self, plan: RecoveryPlan) -> None:
         """Tells the report what the plan is."""
         recovery = self.recovery
@@ -69,6 +99,10 @@ class RequestState:
         recovery.suffix_tokens = plan.suffix_tokens
         recovery.count_reuse()
         recovery.planned_ratio = recovery.recompute_ratio
+        assert self.composition is not None
+        used = self.composition.used_by(plan.restore, keep_base=False)
+        recovery.sources = [v.version_id for v in used.versions if v.version_id != recovery.parent]
+        recovery.source_tokens = self._source_tokens()
 
     def kept(self) -> tuple[AlignedRun, ...]:
         """Returns the parent's rows that were restored and not recomputed, ascending."""
@@ -81,6 +115,13 @@ class RequestState:
             )
         )
 
+    def _source_tokens(self) -> int:
+        """Returns how many rows of F are not the parent's."""
+        assert self.composition is not None
+        if self.composition.base.version_id != self.recovery.parent:
+            return self.recovery.reused_tokens
+        return sum(run.length for run in self.kept() if run.old_start >= self.composition.source_start)
+
     def note_repaired(self, repaired: tuple[Run, ...], start: int) -> None:
         """Takes in what the worker chose in a load of rows from `start` on; what an earlier load chose before them stays."""
         assert self.plan is not None
@@ -88,6 +129,7 @@ class RequestState:
         tokens = run_tokens(self.repaired)
         self.recovery.repair_tokens = self.plan.repair_tokens + tokens
         self.recovery.reused_tokens = self.plan.reused_tokens - tokens
+        self.recovery.source_tokens = self._source_tokens()
 
     def give_up(self, local: int) -> None:
         """Forgets the plan: vLLM computes the rows beyond its own `local` hit.
@@ -100,7 +142,8 @@ class RequestState:
             self.first_approximate = None
         recovery = self.recovery
         recovery.policy, recovery.exact = "prefix_cache", self.first_approximate is None
-        recovery.fresh_tokens = recovery.repair_tokens = recovery.reused_tokens = 0
+        recovery.fresh_tokens = recovery.repair_tokens = recovery.reused_tokens = recovery.source_tokens = 0
+        recovery.sources = []
         recovery.count_reuse()
         recovery.prefix_tokens = local
         recovery.new_tokens = recovery.prompt_tokens - local

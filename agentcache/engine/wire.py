@@ -17,9 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentcache.config import Precision
 from agentcache.types import Boundary, BoundaryKind
 
-__all__ = ["KEY", "Recovery", "ResumeParams", "parse_params"]
+__all__ = ["KEY", "MOST_SOURCES", "Name", "Recovery", "ResumeParams", "parse_params"]
 
 KEY = "agentcache"
+MOST_SOURCES = 64
+"""Most chunks and further versions that one request may name."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=1 << 30)]
 
@@ -30,6 +32,7 @@ class ResumeParams(BaseModel):
     Attributes:
         version: Id of the version that this request creates; unique in its namespace.
         parent: Id of the version whose KV may be reused.
+        sources: Further versions, and chunks, whose rows may be reused wherever their tokens stand in the prompt.
         namespace: Tenant; versions of other namespaces are never seen.
         episode: Group that is evicted together.
         policy: Registered name of the recovery policy.
@@ -45,6 +48,7 @@ class ResumeParams(BaseModel):
 
     version: Name
     parent: Name | None = None
+    sources: list[Name] = Field(default_factory=list, max_length=MOST_SOURCES)
     namespace: Name = "default"
     episode: Name | None = None
     policy: Name = "prefix_cache"
@@ -59,6 +63,11 @@ class ResumeParams(BaseModel):
     def group(self) -> str:
         """The eviction group: the episode, or the version itself."""
         return self.episode or self.version
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parent, if there is one, and the sources, each once."""
+        return tuple(dict.fromkeys((*filter(None, (self.parent,)), *self.sources)))
 
     def boundary_tuple(self) -> tuple[Boundary, ...]:
         """Returns the boundaries as values that policies read."""
@@ -75,7 +84,9 @@ class Recovery(BaseModel):
     Attributes:
         version: The version that the request created.
         parent: The version it was recovered from, if any.
-        tier: Where the parent's KV was: `memory`, or `store` when it had to be fetched from the tier below.
+        sources: The chunks and further versions that rows were recovered from.
+        lost_sources: Those that were asked for and are not there.
+        tier: Where the KV was: `memory`, or `store` when some of it had to be fetched from the tier below.
         policy: The policy that was used.
         requested_policy: The policy that was asked for.
         exact: Whether every row is that of a full prefill.
@@ -85,6 +96,7 @@ class Recovery(BaseModel):
         fresh_tokens: |X|: new tokens before the last reused one.
         repair_tokens: |R|: aligned tokens that were computed again.
         reused_tokens: |F|: aligned tokens after the edit that were restored.
+        source_tokens: Of F, those of sources.
         suffix_tokens: |S|: aligned tokens after the edit, wherever they were computed.
         planned_ratio: Share of S that the plan recomputed, before rows were chosen in the worker or lost.
         recompute_ratio: Share of S that was computed again, by us or by vLLM.
@@ -111,6 +123,8 @@ class Recovery(BaseModel):
 
     version: str = ""
     parent: str | None = None
+    sources: list[str] = Field(default_factory=list)
+    lost_sources: list[str] = Field(default_factory=list)
     tier: Literal["memory", "store"] = "memory"
     policy: str = "prefix_cache"
     requested_policy: str = "prefix_cache"
@@ -121,6 +135,7 @@ class Recovery(BaseModel):
     fresh_tokens: int = 0
     repair_tokens: int = 0
     reused_tokens: int = 0
+    source_tokens: int = 0
     suffix_tokens: int = 0
     planned_ratio: float = 0.0
     recompute_ratio: float = 0.0

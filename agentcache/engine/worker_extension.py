@@ -71,3 +71,7 @@ class WorkerExtension:
     def agentcache_hint(self, namespace: str, version: str) -> None:
         """Notes that a version will be resumed soon."""
         self._agentcache_half().hint(namespace, version)
+
+    def agentcache_drop(self, namespace: str, version: str) -> None:
+        """Has a version dropped in the next step."""
+        self._agentcache_half().forget(namespace, version)

@@ -329,6 +329,10 @@ class WorkerHalf:
         if self.tier is not None:
             self.tier.warm(namespace, version)
 
+    def forget(self, namespace: str, version: str) -> None:
+        """Has the scheduler half drop a version with this rank's next report."""
+        self._report.forget.add((namespace, version))
+
     def _note(self, key: tuple[str, str], note: dict[str, object]) -> None:
         self.notes[key] = self.notes.get(key, {}) | note
         self.notes.move_to_end(key)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from agentcache.episodes.anchors import Anchors, check_anchors, pair_messages
 from agentcache.episodes.grams import GramRuns, Ints, Side, gram_hashes, heaviest_chain, match_grams
 from agentcache.errors import ConfigError
-from agentcache.types import AlignedRun, PromptDiff, Run
+from agentcache.types import AlignedRun, PromptDiff, Run, merge_runs
 
 __all__ = ["MIN_MOVE", "MIN_RUN", "MIN_SPAN", "TokenIds", "as_ids", "common_prefix", "diff_tokens", "find_spans"]
 
@@ -98,7 +98,7 @@ def find_spans(
     Args:
         source_ids: Ids whose KV exists.
         new_ids: Ids of the prompt.
-        fresh: The runs of the prompt to search, disjoint; a span lies inside one of them or goes on from one to the next.
+        fresh: The runs of the prompt to search.
         min_span: Fewest tokens of a span.
 
     Raises:
@@ -106,12 +106,11 @@ def find_spans(
     """
     if min_span < 1:
         raise ConfigError(f"min_span={min_span}: a span has a token at least")
-    runs = [run for run in fresh if run[1] - run[0] > 0]
-    source, new = as_ids(source_ids), as_ids(new_ids)
-    if not runs or not len(source) or len(new) < min_span:
+    runs = [run for run in merge_runs(fresh) if run.stop - run.start >= min_span]
+    if not runs or not len(source_ids):
         return ()
-    first, last = min(start for start, _ in runs), max(stop for _, stop in runs)
-    middle = _Middle(source, new[first:last], min_span, min_span)
+    first = runs[0].start
+    middle = _Middle(as_ids(source_ids), as_ids(new_ids)[first : runs[-1].stop], min_span, min_span)
     middle.search([Run(start - first, stop - first) for start, stop in runs])
     return tuple(AlignedRun(o, n + first, length) for o, n, length in middle.runs())
 

@@ -67,15 +67,22 @@ class Composition:
         return tuple(part.version for part in self.parts)
 
     @property
+    def alive(self) -> tuple[Version, ...]:
+        """Those of the versions that were not dropped."""
+        return tuple(version for version in self.versions if version.state != "dropped")
+
+    @property
     def source_start(self) -> int:
         """The first row of a source."""
         return len(self.base.token_ids) + 1
 
-    def used_by(self, restore: Iterable[AlignedRun]) -> Composition:
-        """Returns the composition of the base and of those sources that rows are restored from; rows keep their places."""
+    def used_by(self, restore: Iterable[AlignedRun], *, keep_base: bool = True) -> Composition:
+        """Returns the composition of those parts that rows are restored from, and the base; rows keep their places."""
         starts = np.array([run.old_start for run in restore], dtype=np.int64)
-        used = [part for part in self.parts[1:] if ((starts >= part.offset) & (starts < part.stop)).any()]
-        return Composition(self.token_ids, (self.parts[0], *used))
+        used = [part for part in self.parts if ((starts >= part.offset) & (starts < part.stop)).any()]
+        if keep_base and self.parts[0] not in used:
+            used.insert(0, self.parts[0])
+        return Composition(self.token_ids, tuple(used))
 
     def view(self) -> Version:
         """Returns the parts as one version with the rows that they have now; those of dropped versions are missing.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentcache.engine.planning import _measured, plan_request, refusal
 from agentcache.engine.wire import ResumeParams
 from agentcache.episodes.diff import diff_tokens
+from agentcache.store.compose import compose
 from agentcache.store.extents import Extent
 from agentcache.store.scores import decode_scores, encode_scores
 from agentcache.store.version import Version
@@ -31,7 +32,7 @@ def parent(ids=OLD, *, stored=None, exact_end=None):
 def plan(ids=NEW, version=None, exact_end=None, **params):
     version = version or parent()
     given = ResumeParams(version="v2", parent="v1", **params)
-    made = plan_request(ids, version, given, version.exact_end if exact_end is None else exact_end)
+    made = plan_request(ids, compose(version), given, version.exact_end if exact_end is None else exact_end)
     return made.plan, made.prefix, made.reason
 
 
@@ -189,9 +190,9 @@ def test_a_policy_sees_what_is_known_of_the_parents_rows_at_their_new_places():
     version = parent(stored=[(0, 200)])
     version.extents = (Extent(1, 0, 150, 0, 2), Extent(1, 150, 50, 150))
     diff = diff_tokens(version.token_ids, np.asarray(NEW, dtype=np.int32))
-    assert _measured(version, diff)[0] is None
+    assert _measured(compose(version), version, diff)[0] is None
     version.attention = encode_scores(np.linspace(0.1, 1, len(OLD)))
-    attention, generations = _measured(version, diff)
+    attention, generations = _measured(compose(version), version, diff)
     scores = decode_scores(version.attention)
     assert attention is not None
     assert attention[:100].tolist() == scores[:100].tolist()
