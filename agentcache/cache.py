@@ -237,12 +237,23 @@ class AgentCache:
         """Returns messages as token ids with the place of each message, as a request without an episode would send them."""
         return self._thread.call(self._cache.render(messages, tools=tools))
 
+    def encode_chunk(self, text: str | Sequence[int], context: str | Sequence[int] | None = None) -> str:
+        """Returns the id of a chunk: a memory unit or a document whose KV is kept, for `generate(..., sources=[id])`.
+
+        See `AsyncAgentCache.encode_chunk`.
+        """
+        return self._thread.call(self._cache.encode_chunk(text, context))
+
+    def drop_chunk(self, chunk: str) -> None:
+        """Makes a chunk unfindable; see `AsyncAgentCache.drop_chunk`."""
+        self._thread.call(self._cache.drop_chunk(chunk))
+
     def subscribe(self, subscriber: Subscriber, kinds: Iterable[EventKind] | None = None) -> Callable[[], None]:
         """Adds a function that gets each event, on the cache's thread or the caller's; returns the function that removes it."""
         return self._cache.subscribe(subscriber, kinds)
 
     def stats(self) -> dict[str, Any]:
-        """Returns `engine` (what was learned of the model), `kv_tokens`, `episodes`, `guard` and each rank's counters."""
+        """Returns `engine` (what was learned of the model), `kv_tokens`, `episodes`, `chunks`, `guard` and each rank's counters."""
         return self._thread.call(self._cache.stats())
 
     def reset_prefix_cache(self, *, checkpoints: bool = False) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeAlias, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentcache.config import Precision
+from agentcache.engine.wire import MOST_SOURCES, Name
 from agentcache.errors import ConfigError
 
 __all__ = ["GenerateOptions", "Messages", "RequestOptions"]
@@ -39,6 +40,7 @@ class GenerateOptions(TypedDict, total=False):
     policy: str | None
     policy_options: Mapping[str, Any] | None
     parent: str | None
+    sources: Sequence[str]
     save: bool
     precision: str | None
     timeout: float | None
@@ -61,6 +63,8 @@ class RequestOptions(BaseModel):
         policy: Recovery policy; None takes the cache's.
         policy_options: The policy's own settings; None takes the cache's when the policy is the cache's too.
         parent: Version to recover from; None takes the episode's head.
+        sources: Chunks (`encode_chunk`) and further versions that a lossy policy may take rows from, wherever their text stands in
+            the prompt.
         save: Whether the version's KV is checkpointed when it ends.
         precision: How the version's new rows are stored, see `ConnectorConfig.precision`; None: as the cache is set.
         timeout: Seconds until the request is aborted and `RequestTimeout` is raised.
@@ -81,7 +85,8 @@ class RequestOptions(BaseModel):
     logprobs: Annotated[int, Field(ge=-1)] | None = None
     policy: str | None = None
     policy_options: dict[str, int | float | str | bool | None] | None = None
-    parent: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    parent: Name | None = None
+    sources: list[Name] = Field(default_factory=list, max_length=MOST_SOURCES)
     save: bool = True
     precision: Precision | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -123,7 +128,7 @@ class RequestOptions(BaseModel):
     def refuse_recovery(self) -> None:
         """Raises ConfigError when an option needs an episode; for requests outside of one."""
         defaults = RequestOptions()
-        for name in ("policy", "policy_options", "parent", "save", "precision", "attributes"):
+        for name in ("policy", "policy_options", "parent", "sources", "save", "precision", "attributes"):
             value = getattr(self, name)
             if value != getattr(defaults, name):
                 raise ConfigError(f"{name}={value!r} needs an episode: call cache.episode(id).generate(...)")

@@ -44,6 +44,10 @@ def test_extra_may_not_repeat_an_argument() -> None:
         ("stop", 3),
         ("save", "maybe"),
         ("policy_options", {"k": []}),
+        ("sources", "chunk"),
+        ("sources", [""]),
+        ("sources", ["c" * 257]),
+        ("sources", ["c"] * 65),
     ],
 )
 def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
@@ -53,7 +57,13 @@ def test_a_value_out_of_range_is_named(name: str, value: Any) -> None:
 
 def test_options_of_an_episode_are_refused_outside_of_one() -> None:
     RequestOptions.build({"max_tokens": 3, "salt": "x"}).refuse_recovery()
-    for options in ({"policy": "edit_local"}, {"parent": "v"}, {"save": False}, {"attributes": {"a": 1}}):
+    for options in (
+        {"policy": "edit_local"},
+        {"parent": "v"},
+        {"sources": ["c"]},
+        {"save": False},
+        {"attributes": {"a": 1}},
+    ):
         with pytest.raises(ConfigError, match="needs an episode"):
             RequestOptions.build(options).refuse_recovery()
 

@@ -195,6 +195,34 @@ class AsyncAgentCache:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    async def encode_chunk(self, text: str | Sequence[int], context: str | Sequence[int] | None = None) -> str:
+        """Returns the id of a chunk: a memory unit or a document whose KV is kept, for `generate(..., sources=[id])`.
+
+        A lossy policy takes its rows wherever its text stands in a prompt, in any order and behind any other text. The id is
+        made of the namespace and the tokens; a chunk that is there is not encoded again. It is evicted like an episode, and a
+        request says when it is gone (`recovery.lost_sources`): encode it again then.
+
+        Args:
+            text: The text, as the prompts will have it, or its token ids.
+            context: What it is encoded behind, e.g. the system prompt, or its token ids; None: what the tokenizer begins a text with.
+
+        Raises:
+            ConfigError: The text is empty, or longer than the model takes.
+            AgentCacheError: Its KV could not be kept; says why.
+        """
+        return await self._session.chunks.encode(text, context)
+
+    async def drop_chunk(self, chunk: str) -> None:
+        """Makes a chunk unfindable, in memory and in the store below it; versions that share its rows keep them.
+
+        Raises:
+            ConfigError: This is no chunk's id.
+            StoreError: The store below cannot be changed.
+        """
+        if self._session.store is not None:
+            await self.flush()  # it may be on its way down
+        await self._session.chunks.drop(chunk)
+
     async def flush(self, timeout_s: float = 30.0) -> bool:
         """Returns whether all saves of replies that have ended are stored, in memory and in the store below it.
 
@@ -249,18 +277,24 @@ class AsyncAgentCache:
         return self._session.bus.subscribe(subscriber, kinds)
 
     async def stats(self) -> dict[str, Any]:
-        """Returns `engine` (what was learned of the model), `kv_tokens`, `episodes`, `guard` and each rank's counters."""
+        """Returns `engine` (what was learned of the model), `kv_tokens`, `episodes`, `chunks`, `guard` and each rank's counters.
+
+        `chunks` are those that this cache has encoded and that, as far as it knows, are there.
+        """
         engine = self._session.running()
         return {
             "engine": dict(self._description),
             "kv_tokens": engine.kv_tokens,
             "episodes": len(self._session.tracker.episodes()),
+            "chunks": {name: chunk._asdict() for name, chunk in self._session.chunks.listed().items()},
             "guard": self._session.guard.stats() | {"waiting": self._session.shadows.waiting},
             "ranks": await engine.call("agentcache_stats"),
         }
 
     async def reset_prefix_cache(self, *, checkpoints: bool = False) -> bool:
         """Empties vLLM's own prefix cache, on request every checkpoint too; returns whether nothing was in use."""
+        if checkpoints:
+            self._session.chunks.forget()
         return bool(await self._session.running().llm.reset_prefix_cache(reset_connector=checkpoints))
 
     async def check_recovery(

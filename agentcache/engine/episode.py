@@ -144,13 +144,14 @@ class AsyncEpisode:
             request,
             episode=self.id,
             version=revision.version,
-            parent=parent or revision.parent,
+            parent=parent or revision.parent or next(iter(request.sources), None),
             policy=policy,
             options=policy_options,
         )
         resume = ResumeParams(
             version=revision.version,
             parent=parent or revision.parent,
+            sources=request.sources if admission.objection is None else [],
             namespace=session.config.namespace,
             episode=self.id,
             policy=admission.policy,
@@ -229,6 +230,7 @@ class AsyncEpisode:
         if reply is None or reply.recovery is None:
             return
         session.reports[version] = reply.recovery
+        session.chunks.forget(reply.recovery.lost_sources)
         if reply.parent is not None:
             session.bus.emit(
                 KVResumed(episode=self.id, version=version, recovery=reply.recovery.model_dump(mode="json"))

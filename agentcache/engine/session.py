@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from agentcache.config import CacheConfig
+from agentcache.engine.chunks import Chunks
 from agentcache.engine.launch import Engine
 from agentcache.engine.shadow import Shadows
 from agentcache.episodes import EpisodeTracker, Rendered, Renderer
@@ -44,6 +45,7 @@ class Session:
         store: The caller's handle of the store below memory, or None.
         guard: Judges approximate resumes.
         shadows: Runs the exact twins that it judges them by.
+        chunks: Encodes chunks and knows those that are there.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -57,6 +59,7 @@ class Session:
         self.store: KVStore | None = None
         self.guard = QualityGuard(config.guard)
         self.shadows = Shadows(self)
+        self.chunks = Chunks(self)
         self._tokenizer: Any = None
         self._renderer: Renderer | None = None
 
@@ -78,6 +81,7 @@ class Session:
     def begin(self, engine: Engine) -> None:
         """Makes an engine the running one."""
         self.engine, self.loop = engine, asyncio.get_running_loop()
+        self.chunks.forget()
         self._tokenizer = engine.llm.get_tokenizer()
 
     def newest(self, episode: str) -> Manifest | None:
