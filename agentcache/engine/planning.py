@@ -191,10 +191,10 @@ def plan_request(
         if arms is None:
             return planned(policy, context)
         auto, lossy = arms
-        made = planned(lossy, context)
-        if made.plan is None or made.plan.exact:
-            return made
-        return _choose(auto, made, planned(PrefixCache(), context), estimate)
+        made, exact = planned(lossy, context), planned(PrefixCache(), context)
+        if made.plan is None or made.plan.exact:  # the same rows, unless some of P are lost
+            return max(exact, made, key=lambda each: 0 if each.plan is None else each.plan.load_end)
+        return _choose(auto, made, exact, estimate)
     except ConfigError as error:
         return Planned(None, 0, str(error))
     except Exception as error:  # a policy may be anybody's code; the request must live

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -161,13 +162,13 @@ class SchedulerHalf:
         """Returns how long a request's first token takes by a plan, or None while nothing is known of this engine."""
         if not self.costs.ready:
             return None
-        new_len, local = request.num_prompt_tokens, self.local_hit(request)
+        new_len, local = request.num_prompt_tokens, cache(lambda: self.local_hit(request))
         fetched = sum(len(version.token_ids) for version, _ in self._fetching if version in composition.versions)
 
         def estimate(plan: RecoveryPlan | None, online: int) -> float:
             if plan is None:
-                return self.costs.estimate_exact(new_len, local)
-            return self.costs.estimate_recovery(plan, new_len=new_len, local=local, fetch_rows=fetched, online=online)
+                return self.costs.estimate_exact(new_len, local())
+            return self.costs.estimate_recovery(plan, new_len=new_len, local=local(), fetch_rows=fetched, online=online)
 
         return estimate
 
