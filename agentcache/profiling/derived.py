@@ -24,13 +24,16 @@ from agentcache.types import Run
 
 __all__ = ["FORMS", "ChatFrame", "DerivedItem", "Form", "derived_items", "is_kept", "margin", "margin_recovery"]
 
-Form = Literal["table", "indirect", "competing"]
+Form = Literal["table", "indirect", "competing", "paraphrase"]
 FORMS: tuple[Form, ...] = get_args(Form)
 """`table`: the question names the alias and the table. `indirect`: it names neither, so that no word of it stands in the carrier.
-`competing`: three tables have the same keys and the question is about one of them."""
+`competing`: three tables have the same keys and the question is about one of them. `paraphrase`: the table has digits where the
+alias has the words for them, so that no token of the edit stands in the carrier."""
 
 _NAMES = ("Orlan", "Vestri", "Kalmar", "Tibor", "Nerida", "Jovane", "Quill", "Marek")
 _KEYS = (("Alpha", "Beta"), ("Red", "Blue"), ("North", "South"))
+_NUMBERS = (("one", "two"), ("three", "seven"), ("five", "nine"))
+_DIGITS = {"one": "1", "two": "2", "three": "3", "five": "5", "seven": "7", "nine": "9"}
 _VALUES = ("copper", "salt", "timber", "wool", "grain", "glass", "silver", "coal")
 _SEASONS = ("spring", "summer", "winter")
 _BEFORE_EDIT = 0.3  # share of the documents that stand before the edit
@@ -40,6 +43,7 @@ _TRIES = 50  # draws an item before the tokenizer is held to be the reason
 _QUESTIONS: dict[Form, str] = {
     "table": "What is the lookup table value for the alias of {name}?",
     "indirect": "Which material belongs to {name}?",
+    "paraphrase": "What is the lookup table value for the alias of {name}?",
     "competing": "What is the {season} lookup table value for the alias of {name}?",
 }
 
@@ -160,7 +164,11 @@ def _draw(
     form: Form,
 ) -> DerivedItem | None:
     """Returns an item, or None when the tokenizer does not fit what was drawn."""
-    name, keys, values = rng.choice(_NAMES), rng.choice(_KEYS), rng.sample(_VALUES, len(_VALUES))
+    name, keys, values = (
+        rng.choice(_NAMES),
+        rng.choice(_NUMBERS if form == "paraphrase" else _KEYS),
+        rng.sample(_VALUES, len(_VALUES)),
+    )
     chosen: list[str] = []
     size = 0
     while size < filler_tokens:
@@ -198,7 +206,9 @@ def _tables(rng: random.Random, keys: tuple[str, str], values: Sequence[str], fo
     """Returns the tables in their order, which of them is asked for, and its season; table i has the values 2i and 2i + 1."""
 
     def table(title: str, at: int) -> str:
-        lines = [f"- {key}: {value}" for key, value in zip(keys, values[2 * at : 2 * at + 2], strict=True)]
+        lines = [
+            f"- {_DIGITS.get(key, key)}: {value}" for key, value in zip(keys, values[2 * at : 2 * at + 2], strict=True)
+        ]
         return "\n".join([title, *lines, ""])
 
     if form != "competing":
