@@ -28,7 +28,7 @@ from agentcache.episodes.diff import diff_tokens
 from agentcache.kernels import BLOCK, Source, Tag
 from agentcache.profiling.fit import EDGES, block_deviation
 from agentcache.recovery import PolicyContext, get_policy, plan
-from agentcache.recovery.rows import distances, suffix_rows
+from agentcache.recovery.rows import by_block, distances, suffix_rows
 from agentcache.store.extents import LoadExtent
 from agentcache.store.payloads import PayloadStore
 from agentcache.store.scores import decode_scores, encode_scores
@@ -36,6 +36,7 @@ from agentcache.types import AlignedRun, PromptDiff, Run, clip_runs
 
 __all__ = ["measure_pair"]
 
+_FINE = 16  # tokens: the smallest block of recomputation that is tried
 _DIGITS = 9  # decimals that are kept: far below what bfloat16 tells apart
 
 Arm = tuple[str, Mapping[str, Any]]
@@ -70,7 +71,7 @@ def measure_pair(
 
     Returns:
         `lengths`; `layers`: L_d; `last`: lengths and block deviations of the aligned run that ends the prompt; `curve`: drift by
-        distance and layer; `stored`: each old block's attention and risk; `arms`, `precisions`, `blocks`: distances of the next tokens from the exact ones.
+        distance and layer; `stored`: each old block's attention and risk; `placed`: attention by block of the new prompt; `arms`, `precisions`, `blocks`: distances of the next tokens from the exact ones.
 
     Raises:
         ValueError: Nothing is aligned behind the edit, or the KV cache is too small.
@@ -92,11 +93,9 @@ def measure_pair(
         "curve": _by_distance(diff, value, key),
         "stored": _by_block(attention, residual),
     }
-    context = PolicyContext(
-        diff,
-        np.asarray(new_ids, dtype=np.int32),
-        attention=_at_new_places(diff, decode_scores(encode_scores(attention))),
-    )
+    placed = _at_new_places(diff, decode_scores(encode_scores(attention)))
+    out["placed"] = {"block": _FINE, "attention": _list(by_block(placed, _FINE, fill=0).max(axis=1))}
+    context = PolicyContext(diff, np.asarray(new_ids, dtype=np.int32), attention=placed)
     out["arms"] = [pair.recover(old, new, context, arm) for arm in arms]
     out["precisions"] = [pair.store(old, how, attention, residual) for how in precisions]
     out["blocks"] = [pair.lower(old, at, attention, residual) for at in _spread(attention, residual, blocks)]
@@ -140,6 +139,7 @@ class _Pair:
         self.shared = diff.prefix // runtime.block_size  # blocks
         self.first = self.shared * runtime.block_size  # the first row that is not shared
         self._spare: torch.Tensor | None = None
+        self._old = PayloadStore()
         self._reference: torch.Tensor | None = None
 
     def prefill(self, ids: Sequence[int], reply_tokens: int, shared: torch.Tensor | None = None) -> _Prompt:
@@ -203,8 +203,7 @@ class _Pair:
         """Returns what a policy's recovery of the new prompt costs, and how far its next tokens are from the exact ones."""
         name, options = arm
         policy = get_policy(name, options)
-        store = PayloadStore()
-        store.put(0, self.runtime.gather(old.table, self.first, old.tokens))
+        store = self._checkpoint(old)
         table = torch.cat((new.table[: self.shared], self._scratch()))
         started = time.perf_counter()
         made = plan(policy, context, parent_exact_end=old.tokens, limit=new.tokens - 1)
@@ -226,6 +225,12 @@ class _Pair:
             "first_token_ms": round(first_ms, 3),
             **_distance(new.logprobs, torch.cat(logprobs)),
         }
+
+    def _checkpoint(self, old: _Prompt) -> PayloadStore:
+        """Returns the old rows that are not shared, as object 0."""
+        if not len(self._old):
+            self._old.put(0, self.runtime.gather(old.table, self.first, old.tokens))
+        return self._old
 
     def _extents(self, runs: Iterable[AlignedRun]) -> Iterable[LoadExtent]:
         """Yields the rows of object 0 to copy, but those of shared blocks."""

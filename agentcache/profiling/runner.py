@@ -1,0 +1,309 @@
+"""`agentcache profile`: measures a model pair by pair, in an order that an interruption does not change, and writes its profile.
+
+Each measured pair is one line of a file beside the profile, `NAME.work.jsonl`, under a name that says all that it depends on. A
+run that finds a pair there does not measure it again, so a run that was killed goes on where it was, and ends with the profile
+that it would have ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from agentcache.environment import hardware, versions
+from agentcache.errors import ConfigError
+from agentcache.profiling.assemble import Measured, assemble, calibration_wanted, train, train_wanted
+from agentcache.profiling.datasets import SAMPLE, Dataset, load_dataset
+from agentcache.profiling.edits import Message, Task, make_edits, split
+from agentcache.profiling.measure import Found, Pair, Wanted, pair_key, pairs_of
+from agentcache.profiling.model import ModelFingerprint, model_fingerprint
+from agentcache.profiling.profile import DataSource, Profile
+from agentcache.weights import BUILTIN_MODELS, resolve_model
+
+__all__ = ["Engine", "ProfileRun", "WorkFile", "choose_pairs", "make_profile", "run"]
+
+TRAIN_SHARE: Final = 0.6
+"""Of the tasks, and of the pairs: seven coefficients are fitted to the training pairs."""
+
+LEAST_PAIRS: Final = (8, 4)
+"""Fewest pairs of the two splits that a profile is made of."""
+
+_CHARACTERS_A_TOKEN = 3.5
+_SHORTEST_SHARE = 0.25  # of the longest prompt
+_TOLD_PAIRS = 10  # where no bar can be shown
+_ROOM = 64  # tokens beside the longest prompt: its reply, and what chat templates add
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRun:
+    """What a profile is made of.
+
+    Attributes:
+        model: A folder, a hub id, or the name of a built-in model.
+        out: The profile's file.
+        data: Files or folders of tasks, see `datasets`.
+        pairs: Pairs to measure; three fifths of them train.
+        seed: Of splits and edits.
+        max_tokens: Longest prompt.
+    """
+
+    model: str
+    out: Path
+    data: tuple[str, ...] = (SAMPLE,)
+    pairs: int = 90
+    seed: int = 0
+    max_tokens: int = 3072
+
+    @property
+    def work_file(self) -> Path:
+        """Where measured pairs are kept."""
+        return self.out.with_name(f"{self.out.name}.work.jsonl")
+
+
+class Engine(Protocol):
+    """What a run needs of an `AgentCache`."""
+
+    def render(self, messages: Any, /) -> Any:
+        """Returns an object whose `token_ids` are those of the messages."""
+
+    def profile_pair(self, old_ids: Sequence[int], new_ids: Sequence[int], **wanted: Any) -> Found:
+        """Returns what two revisions show."""
+
+
+class WorkFile:
+    """Measured pairs by name, one JSON line each.
+
+    A line is written in one piece; one that a killed run left unfinished is ignored, and ends before the next one begins.
+
+    Args:
+        path: Made with the first line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._found: dict[str, Found] = {}
+        self._torn = False
+        if path.exists():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            self._torn = bool(text) and not text.endswith("\n")
+            for line in text.split("\n"):
+                try:
+                    row = json.loads(line)
+                    self._found[row["key"]] = row["found"]
+                except (ValueError, TypeError, KeyError):
+                    continue  # measured again
+
+    def get(self, key: str) -> Found | None:
+        """Returns a measurement, or None when it was not made."""
+        return self._found.get(key)
+
+    def add(self, key: str, pair: Pair, found: Found) -> Found:
+        """Returns the measurement as a later run reads it, after it is on the disk."""
+        line = json.dumps({"key": key, "pair": pair.id, "found": found}, separators=(",", ":")) + "\n"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}" if self._torn else line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._torn = False
+        kept: Found = json.loads(line)["found"]
+        self._found[key] = kept
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The pairs of one split.
+
+    Attributes:
+        name: `train` or `calibration`.
+        pairs: In the order in which they are measured.
+        sources: The data that they are from.
+    """
+
+    name: str
+    pairs: tuple[Pair, ...]
+    sources: tuple[DataSource, ...]
+
+
+def choose_pairs(
+    datasets: Sequence[Dataset], render: Callable[[Sequence[Message]], Sequence[int]], settings: ProfileRun
+) -> tuple[Split, Split]:
+    """Returns the pairs to train and to calibrate on, of disjoint tasks; the data sets take turns.
+
+    Raises:
+        ConfigError: There are too few edits that can be measured.
+    """
+    train_pairs = math.ceil(TRAIN_SHARE * settings.pairs)
+    wanted = (train_pairs, settings.pairs - train_pairs)
+    halves = [split(dataset.tasks, seed=settings.seed, share=TRAIN_SHARE) for dataset in datasets]
+    out = []
+    for at, name in enumerate(("train", "calibration")):
+        tasks = [half[at] for half in halves]
+        found = [list(islice(_pairs(each, wanted[at], render, settings), wanted[at])) for each in tasks]
+        turns = (pair for turn in zip_longest(*found) for pair in turn if pair is not None)
+        pairs = tuple(islice(turns, wanted[at]))
+        if len(pairs) < LEAST_PAIRS[at]:
+            raise ConfigError(
+                f"the data is too short: {len(pairs)} edits of it can be measured for {name}, {LEAST_PAIRS[at]} are "
+                f"needed; give more --data, or another --max-tokens than {settings.max_tokens}"
+            )
+        sources = [_source(name, dataset, pairs, each) for dataset, each in zip(datasets, found, strict=True)]
+        out.append(Split(name, pairs, tuple(source for source in sources if source.edits)))
+    return out[0], out[1]
+
+
+def _pairs(
+    tasks: Sequence[Task], wanted: int, render: Callable[[Sequence[Message]], Sequence[int]], settings: ProfileRun
+) -> Iterator[Pair]:
+    """Yields the pairs of one data set's tasks; few tasks are edited more often."""
+    longest = int(settings.max_tokens * _CHARACTERS_A_TOKEN)
+    edits = make_edits(
+        tasks,
+        seed=settings.seed,
+        per_task=max(2, math.ceil(2 * wanted / max(1, len(tasks)))),
+        characters=(int(longest * _SHORTEST_SHARE), longest),
+    )
+    return pairs_of(edits, render, max_tokens=settings.max_tokens)
+
+
+def _source(name: Any, dataset: Dataset, taken: Sequence[Pair], made: Sequence[Pair]) -> DataSource:
+    ids = {pair.id for pair in made}
+    used = [pair for pair in taken if pair.id in ids]
+    tasks = len({pair.task for pair in used})
+    return DataSource(dataset=dataset.name, split=name, hash=dataset.hash, tasks=tasks, edits=len(used))
+
+
+def make_profile(
+    settings: ProfileRun,
+    datasets: Sequence[Dataset],
+    model: ModelFingerprint,
+    engine: Engine,
+    console: Console,
+) -> Profile:
+    """Returns the profile after measuring what the work file has not.
+
+    Raises:
+        ConfigError: The data is too short.
+        AgentCacheError: The engine is busy, or a measurement failed.
+    """
+    first, second = choose_pairs(datasets, lambda messages: engine.render(list(messages)).token_ids.tolist(), settings)
+    work = WorkFile(settings.work_file)
+    with _progress(console) as progress:
+
+        def measured(part: Split, wanted: Wanted) -> Measured:
+            task = progress.add_task(part.name, total=len(part.pairs))
+            found = []
+            for pair in part.pairs:
+                key = pair_key(model.hash, pair, wanted)
+                known = work.get(key)
+                if known is None:
+                    known = work.add(key, pair, engine.profile_pair(pair.old, pair.new, **wanted.options()))
+                found.append((pair, known))
+                progress.advance(task)
+                if not console.is_terminal and len(found) % _TOLD_PAIRS in (0, len(part.pairs)):
+                    console.print(f"{part.name}: {len(found)} of {len(part.pairs)} edits")
+            return found
+
+        trained_on = measured(first, train_wanted())
+        trained = train(trained_on)
+        calibration = measured(second, calibration_wanted(trained))
+    return Profile(
+        model=model,
+        packages=versions(),
+        machine=hardware(),
+        seed=settings.seed,
+        data=(*first.sources, *second.sources),
+        **assemble(trained_on, calibration, trained),
+    )
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def run(settings: ProfileRun, console: Console) -> Profile:
+    """Returns the profile after measuring and writing it, and prints what was fitted.
+
+    Raises:
+        ConfigError: The data cannot be read or is too short, or the model's folder cannot be told.
+    """
+    datasets = _load(settings.data)
+    model = _fingerprint(settings.model)
+    with _engine(settings, model) as engine:
+        profile = make_profile(settings, datasets, model, engine, console)
+    profile.save(settings.out)
+    _print(profile, settings, console)
+    return profile
+
+
+def _load(sources: Sequence[str]) -> list[Dataset]:
+    """Returns the data of each source, without tasks that an earlier one has too."""
+    known: set[str] = set()
+    datasets = []
+    for source in sources:
+        dataset = load_dataset(source)
+        tasks = tuple(task for task in dataset.tasks if task.id not in known)
+        known |= {task.id for task in tasks}
+        datasets.append(replace(dataset, tasks=tasks))
+    return datasets
+
+
+def _fingerprint(name: str) -> ModelFingerprint:
+    """Returns what a model is; one of the hub is fetched."""
+    found = resolve_model(name)
+    if isinstance(found, Path):
+        return model_fingerprint(found, name=name if name in BUILTIN_MODELS else None)
+    from huggingface_hub import snapshot_download
+
+    return model_fingerprint(snapshot_download(found), name=found)
+
+
+def _engine(settings: ProfileRun, model: ModelFingerprint) -> AbstractContextManager[Engine]:
+    """Returns an engine whose KV cache holds the two revisions of a pair and a recovery."""
+    from agentcache.cache import AgentCache
+
+    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * (4 if model.dtype == "float32" else 2)
+    longest = settings.max_tokens + _ROOM
+    return AgentCache(settings.model, max_model_len=longest, kv_bytes=4 * longest * row_bytes)
+
+
+def _print(profile: Profile, settings: ProfileRun, console: Console) -> None:
+    fit, precision = profile.length, profile.precision
+    window = int(fit.model.windows(*fit.typical))
+    chosen = next(each for each in profile.candidates if (each.kappa, each.block) == (profile.kappa, profile.block))
+    table = Table(title=f"profile of {profile.model}", box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    prefix, middle, suffix = fit.typical
+    share = f", covers {fit.coverage:.0%} of the calibration edits" if fit.coverage is not None else ""
+    table.add_row("dirty window", f"{window:,} tokens where |P| {prefix:,}, |M| {middle:,}, |S| {suffix:,}{share}")
+    table.add_row("τ_V, γ", f"{fit.tau_v:g}, {fit.gamma:g} ({fit.pairs} training edits)")
+    table.add_row(
+        "κ, block", f"{profile.kappa:.1%} in blocks of {profile.block}: recomputes {chosen.recompute_ratio:.1%}"
+    )
+    quality = ", ".join(f"{name} {value:.2f}" for name, value in chosen.quality.items())
+    table.add_row("quality", f"{quality} ({profile.quality_unit})")
+    table.add_row("mixed precision", ", ".join(f"{name} {value:g}" for name, value in precision.thresholds.items()))
+    console.print(table)
+    console.print(f"wrote {settings.out}; its measurements are in {settings.work_file}")
