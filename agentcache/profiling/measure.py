@@ -78,7 +78,7 @@ def pairs_of(
         least_suffix: Fewest tokens of the aligned run that ends the prompt.
     """
     for edit in edits:
-        old, new = list(render(edit.old)), list(render(edit.new))
+        old, new = ([int(token) for token in render(side)] for side in (edit.old, edit.new))
         if max(len(old), len(new)) > max_tokens:
             continue
         suffix = diff_tokens(old, new).suffix

@@ -26,7 +26,7 @@ from agentcache.environment import hardware, versions
 from agentcache.errors import ConfigError
 from agentcache.profiling.assemble import Measured, assemble, calibration_wanted, train, train_wanted
 from agentcache.profiling.datasets import SAMPLE, Dataset, load_dataset
-from agentcache.profiling.edits import Message, Task, make_edits, split
+from agentcache.profiling.edits import Edit, Message, Task, make_edits, split
 from agentcache.profiling.measure import Found, Pair, Wanted, pair_key, pairs_of
 from agentcache.profiling.model import ModelFingerprint, model_fingerprint
 from agentcache.profiling.profile import DataSource, Profile
@@ -41,6 +41,7 @@ LEAST_PAIRS: Final = (8, 4)
 """Fewest pairs of the two splits that a profile is made of."""
 
 _CHARACTERS_A_TOKEN = 3.5
+_SPARE = 4  # edits made for each that is wanted: some are too long, and many leave too little behind them
 _SHORTEST_SHARE = 0.25  # of the longest prompt
 _TOLD_PAIRS = 10  # where no bar can be shown
 _ROOM = 64  # tokens beside the longest prompt: its reply, and what chat templates add
@@ -167,14 +168,17 @@ def choose_pairs(
 def _pairs(
     tasks: Sequence[Task], wanted: int, render: Callable[[Sequence[Message]], Sequence[int]], settings: ProfileRun
 ) -> Iterator[Pair]:
-    """Yields the pairs of one data set's tasks; few tasks are edited more often."""
+    """Yields the pairs of one data set's tasks, which take turns; few tasks are edited more often."""
     longest = int(settings.max_tokens * _CHARACTERS_A_TOKEN)
-    edits = make_edits(
+    chains: dict[str, list[Edit]] = {}
+    for edit in make_edits(
         tasks,
         seed=settings.seed,
-        per_task=max(2, math.ceil(2 * wanted / max(1, len(tasks)))),
+        per_task=max(2, math.ceil(_SPARE * wanted / max(1, len(tasks)))),
         characters=(int(longest * _SHORTEST_SHARE), longest),
-    )
+    ):
+        chains.setdefault(edit.task, []).append(edit)
+    edits = (edit for turn in zip_longest(*chains.values()) for edit in turn if edit is not None)
     return pairs_of(edits, render, max_tokens=settings.max_tokens)
 
 
@@ -212,7 +216,7 @@ def make_profile(
                     known = work.add(key, pair, engine.profile_pair(pair.old, pair.new, **wanted.options()))
                 found.append((pair, known))
                 progress.advance(task)
-                if not console.is_terminal and len(found) % _TOLD_PAIRS in (0, len(part.pairs)):
+                if not console.is_terminal and (len(found) % _TOLD_PAIRS == 0 or len(found) == len(part.pairs)):
                     console.print(f"{part.name}: {len(found)} of {len(part.pairs)} edits")
             return found
 
