@@ -23,6 +23,8 @@ from agentcache.cache import AgentCache, Episode
 from agentcache.environment import hardware, versions
 from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.quality import kl_divergence, top1_agrees
+from agentcache.recovery import get_policy
+from agentcache.recovery.spec import parse_policy
 from agentcache.reply import RecoveryReport, Reply
 from agentcache.samples import load_hotpot_sample
 
@@ -85,7 +87,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Arm:
-    """What was measured of one policy."""
+    """What was measured of one policy, `name:option=value:…`."""
 
     policy: str
     ttft_ms: list[float] = field(default_factory=list)
@@ -104,9 +106,12 @@ class _Arm:
             "recomputed_tokens": last.recomputed_tokens,
             "restored_tokens": last.restored_tokens,
             "computed_by_engine_tokens": last.new_tokens,
+            "planned_ratio": last.planned_ratio,
+            "recompute_ratio": last.recompute_ratio,
             "diff_ms": median("diff_ms"),
             "plan_ms": median("plan_ms"),
             "restore_ms": median("restore_ms"),
+            "select_ms": median("select_ms"),
             "recompute_ms": median("recompute_ms"),
             "speedup": round(baseline / ttft["p50"], 2) if baseline is not None else None,
             "kl_to_exact": round(self.kl, 6),
@@ -130,8 +135,16 @@ class _Bench:
         self.cache.generate(self.edit.new[:tokens], max_tokens=1)
 
     def resume(self, policy: str, *, salt: str, logprobs: int | None = None) -> Reply:
+        name, options = parse_policy(policy)
         return self.episode.generate(
-            self.edit.new, max_tokens=1, policy=policy, parent=self.parent, save=False, salt=salt, logprobs=logprobs
+            self.edit.new,
+            max_tokens=1,
+            policy=name,
+            policy_options=options or None,
+            parent=self.parent,
+            save=False,
+            salt=salt,
+            logprobs=logprobs,
         )
 
     def first_token(self, policy: str, salt: str) -> Reply:
@@ -172,7 +185,12 @@ def run(
     console: Console,
 ) -> dict[str, Any]:
     """Measures, prints a table, writes JSON when a path is given; returns what the JSON holds."""
-    with AgentCache(model, dtype="bfloat16", max_model_len=context + 256) as cache:
+    for policy in policies:
+        name, options = parse_policy(policy)
+        if options:
+            get_policy(name, options)  # an unknown one is known before the engine starts
+    measure = {"attention": True}  # of the parent, off the token path: for the policies that rank by it
+    with AgentCache(model, dtype="bfloat16", max_model_len=context + 256, connector=measure) as cache:
         edit = make_edit(sample_ids(cache.tokenizer.encode), context, edit_at)
         bench = _Bench(cache, edit)
         arms = {policy: _Arm(policy) for policy in policies}
@@ -230,7 +248,7 @@ def _print(result: dict[str, Any], console: Console) -> None:
     title = f"resume of {result['context']} tokens edited at {result['edit_at']:.0%}, {result['model']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
-    for name in ("TTFT", "speedup", "restored", "recomputed", "KL", "top-1"):
+    for name in ("TTFT", "speedup", "restored", "recomputed", "of S", "KL", "top-1"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(
@@ -238,7 +256,8 @@ def _print(result: dict[str, Any], console: Console) -> None:
             f"{row['ttft_ms']['p50']:.0f} ms",
             f"{row['speedup']:.1f}×" if row["speedup"] is not None else "–",
             f"{row['restored_tokens']}, {row['restore_ms']:.0f} ms",
-            f"{row['recomputed_tokens']}, {row['recompute_ms']:.0f} ms",
+            f"{row['recomputed_tokens']}, {row['select_ms'] + row['recompute_ms']:.0f} ms",
+            f"{row['recompute_ratio']:.1%}",
             f"{row['kl_to_exact']:.4f}",
             "=" if row["top1_agrees"] else "≠",
         )

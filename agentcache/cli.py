@@ -127,7 +127,7 @@ def resume(
         float, typer.Option(min=0.01, max=0.95, help="Where the edit is, as a share of the prompt.")
     ] = 0.3,
     policies: Annotated[
-        str, typer.Option(help="Recovery policies, separated by commas; prefix_cache is the baseline.")
+        str, typer.Option(help="Recovery policies, separated by commas, options behind colons (cacheblend:share=0.15); prefix_cache is the baseline.")
     ] = "prefix_cache,direct_reuse,edit_local",
     reps: RepsOption = 7,
     json_path: JsonOption = None,

@@ -22,6 +22,7 @@ import torch
 
 from agentcache.engine.hooks import Seen, forward_until, run_order, watch
 from agentcache.engine.mean_shift import shift_means
+from agentcache.engine.oracle import Oracle
 from agentcache.engine.orders import LoadOrder, LoadReport
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.segments import Segment
@@ -62,6 +63,7 @@ class OnlineRepair:
         self._stale = self._values(planned) if self._wants(Signal.AGREEMENT) else {}
         self._fresh: list[Run] = []
         self._ended = self._measured = False
+        self._oracle: Oracle | None = None
 
     def _wants(self, signal: Signal) -> bool:
         return signal in self.policy.signals
@@ -125,6 +127,11 @@ class OnlineRepair:
         if self.policy.probe_share is not None:
             self._repair_shifted(pending, chosen)
             return [], chosen
+        if self.policy.transplants:
+            assert self._oracle is not None, "transplants need effects"
+            self._oracle.transplant(chosen)
+            self.report.repaired = merge_runs([*self.report.repaired, *chosen])
+            return pending, []
         return pending, chosen
 
     def _choose(self) -> list[Run]:
@@ -141,6 +148,10 @@ class OnlineRepair:
         if self._wants(Signal.QUERY):
             self._ask(pending)
             pending = []
+        if self._wants(Signal.EFFECT):
+            self.runtime.segments.run(pending)
+            pending = []
+            self._know()
         return pending
 
     def _ask(self, pending: list[Segment]) -> None:
@@ -218,6 +229,16 @@ class OnlineRepair:
 
     def _eligible(self) -> Any:
         return self._mask(self.rows)
+
+    def _know(self) -> None:
+        """Measures what each block would change if it were right."""
+        first = min(run.start for run in [*self.planned, *self.rows])
+        span = Run(first, len(self.order.token_ids))
+        self._oracle = Oracle(self.runtime, self.order.token_ids, self.blocks, self.online.query, span)
+        effect = np.zeros(self.stop, dtype=np.float32)
+        for part, nats in self._oracle.effects(self.rows, self.policy.effect_block):
+            effect[part.start : part.stop] = nats
+        self.signals = replace(self.signals, effect=effect)
 
     # -- agreement -----------------------------------------------------------------------------------------------------
 

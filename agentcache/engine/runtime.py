@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from agentcache.engine.attention_probe import AttentionProbe, Queries, query_runs, sampled_layers
+from agentcache.engine.attention_probe import AttentionProbe, Queries, query_layers, query_runs, sampled_layers
 from agentcache.engine.pages import Pages, block_axis, probe_layout
 from agentcache.engine.rotary import KeyRotation, build_rotation
 from agentcache.engine.segments import Segment, SegmentForward
@@ -68,7 +68,7 @@ class Runtime:
         self._prove_rows()
         self._prove_layers()
         self.sampled = sampled_layers(len(self.pages))
-        self.query_layers = [*range(len(self.pages))]
+        self.query_layers = query_layers(len(self.pages))
         self._probe = AttentionProbe(self.segments, [layers[self.layer_names[i]] for i in self.sampled])
         self.probe_error = self._probe_fault()
 

@@ -17,6 +17,7 @@
 | `cacheblend` | no | single tokens by their deviation at a check layer | CacheBlend |
 | `mean_shift` | no | probes by their deviation; all other rows are shifted by the probes' mean | AgentKVShift |
 | `carrier_window` | no | a given span | Contiguity/EditLocal, a diagnostic |
+| `causal_oracle` | no | the blocks that matter most, from a full prefill | Contiguity/EditLocal, a diagnostic |
 | `edit_to_carrier` | no | one run from the edit to the last highly attended block | ours |
 | `auto` | where it pays | that of another policy, or prefix caching where the other saves too little time | ours |
 
@@ -33,6 +34,7 @@ from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPlan, 
 from agentcache.recovery.bounds import Bounded, Bounds
 from agentcache.recovery.cacheblend import CacheBlend
 from agentcache.recovery.carrier_window import CarrierWindow
+from agentcache.recovery.causal_oracle import CausalOracle
 from agentcache.recovery.conformance import check_policy
 from agentcache.recovery.direct_reuse import DirectReuse
 from agentcache.recovery.edit_local import EditLocal
@@ -58,6 +60,7 @@ __all__ = [
     "Bounds",
     "CacheBlend",
     "CarrierWindow",
+    "CausalOracle",
     "DirectReuse",
     "EditLocal",
     "EditLocalBoundary",

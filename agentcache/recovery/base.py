@@ -92,7 +92,8 @@ class Signals:
         key_error: `‖fresh − stale‖²` of keys at the check layer (CacheBlend).
         value_error: The same of values.
         agreement: Mean over layers of the cosine of each recomputed row's value with the stale one; NaN for all others.
-        effect: See `Signal.EFFECT`.
+        effect: By how many nats the exact rows of each row's block bring the next token's distribution closer to the full
+            prefill's.
     """
 
     done: npt.NDArray[np.bool_]
@@ -132,6 +133,11 @@ class OnlinePolicy(RecoveryPolicy):
         needs `Signal.CHECK`.
         """
         return None
+
+    @property
+    def effect_block(self) -> int:
+        """Tokens whose effect `Signal.EFFECT` measures together."""
+        return 8
 
     @property
     def transplants(self) -> bool:

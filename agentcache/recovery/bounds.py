@@ -124,6 +124,11 @@ class BoundedOnline(Bounded, OnlinePolicy):
         return self._online.probe_share
 
     @property
+    def effect_block(self) -> int:
+        """The policy's."""
+        return self._online.effect_block
+
+    @property
     def transplants(self) -> bool:
         """The policy's."""
         return self._online.transplants

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
+
+import torch
 
 from agentcache.engine.hooks import watch
 from agentcache.engine.segments import Segment
@@ -25,6 +26,8 @@ ALL = [
     ("prophetkv", {"share": 1.0}),
     ("cacheblend", {"share": 1.0, "check": 2}),
     ("frontier", {"threshold": 1.0, "most_tokens": 10_000}),
+    ("causal_oracle", {"k": 10_000}),
+    ("causal_oracle", {"k": 10_000, "operator": "transplant"}),
     ("mean_shift", {"share": 1.0}),
     ("mean_shift", {"selector": "edit_local"}),
 ]
@@ -104,7 +107,8 @@ def slow_query_attention(engine: Engine, stale: Any, query: list[int], fresh: ra
     order = len(query) if len(query) >= len(fresh) else 0  # shorter runs come first
     keys = runtime.rows(table, 0, len(ids))[:, 0]
     total = np.zeros(end)
-    for layer, q in caught.items():
+    for layer in runtime.query_layers:
+        q = caught[layer]
         asked = q[len(q) - len(query) :] if order else q[: len(query)]
         group = asked.shape[1] // keys.shape[2]
         k = keys[layer].repeat_interleave(group, 1)
@@ -112,7 +116,7 @@ def slow_query_attention(engine: Engine, stale: Any, query: list[int], fresh: ra
         seen = torch.arange(len(ids))[None] <= torch.arange(end, len(ids))[:, None]
         mass = scores.masked_fill(~seen, float("-inf")).softmax(-1).mean((0, 1))
         total += mass[:end].numpy()
-    return total / len(caught)
+    return total / len(runtime.query_layers)
 
 
 def test_the_query_asks_the_stale_rows(engine, monkeypatch):
@@ -204,7 +208,7 @@ def test_the_whole_suffix_repaired_is_a_full_prefill(engine, reference, policy, 
     engine.check()
 
 
-@pytest.mark.parametrize(("policy", "options"), [*ALL[:4], ALL[5], ("mean_shift", {"share": 0.1})])
+@pytest.mark.parametrize(("policy", "options"), [*ALL[:5], ALL[-1], ("mean_shift", {"share": 0.1})])
 def test_nobody_else_sees_approximate_rows(engine, reference, policy, options):
     first_version(engine)
     engine.forget_local()
@@ -212,7 +216,7 @@ def test_nobody_else_sees_approximate_rows(engine, reference, policy, options):
     options |= {"most_tokens": 64} if policy == "frontier" else {}
     reused = engine.ask(NEW, lossy("v2", policy=policy, options=options))
     assert reused.recovery.reason is None and reused.recovery.reused_tokens > 0 and not reused.recovery.exact
-    blocks, error = engine.audit(NEW)
+    _, error = engine.audit(NEW)
     assert error < 1e-3
     plain = engine.ask(NEW)
     assert_exact(reference, plain)
@@ -241,6 +245,45 @@ def test_a_shift_is_the_mean_of_its_probes_in_every_layer(engine, monkeypatch):
             want = stale[layer, kind, kept] + weight * mean
             torch.testing.assert_close(after[layer, kind, kept], want, rtol=1e-3, atol=1e-4)
             assert (want - stale[layer, kind, kept]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("operator", ["recompute", "transplant"])
+def test_an_oracle_takes_the_blocks_of_the_largest_effect(engine, monkeypatch, operator):
+    first_version(engine)
+    pages = Pages(engine, monkeypatch)
+    engine.forget_local()
+    options = {"k": 24, "operator": operator}
+    answer = engine.ask(NEW, lossy("v2", policy="causal_oracle", options=options), n=2)
+    assert answer.recovery.reason is None and answer.recovery.reused_tokens == len(NEW) - 32 - 120 - 24
+    end = pages.before.shape[2]
+    changed = [row for row in range(120, end) if (pages.before[:, :, row] != pages.after[:, :, row]).any()]
+    assert len(changed) == 24
+    exact = engine.prefill_rows(NEW[:end])
+
+    def distance(rows: Any) -> float:
+        table = engine._scratch(len(NEW))
+        slots = table[torch.arange(end) // 32] * 32 + torch.arange(end) % 32
+        for layer, page in enumerate(engine.runtime.pages):
+            page.write(slots, rows[layer, 0].contiguous(), rows[layer, 1].contiguous())
+        hidden = engine.runtime.segments.forward([Segment(NEW, table, end, len(NEW))])
+        return engine.runtime.segments.model.compute_logits(hidden[-1:])[0].double().log_softmax(-1)
+
+    def kl(rows: Any) -> float:
+        got = distance(rows)
+        return float((want.exp() * (want - got)).sum())
+
+    with torch.inference_mode():
+        want = distance(exact)
+        stale = torch.cat([exact[:, :, :120], pages.before[:, :, 120:]], 2)
+        effects = {}
+        for start in range(120, end, 8):
+            rows = stale.clone()
+            rows[:, :, start : start + 8] = exact[:, :, start : start + 8]
+            effects[start] = kl(stale) - kl(rows)
+    best = sorted(effects, key=effects.__getitem__, reverse=True)[:3]
+    assert {row - row % 8 for row in changed} == set(best)
+    if operator == "transplant":
+        torch.testing.assert_close(pages.after[:, :, changed], exact[:, :, changed], rtol=1e-3, atol=1e-4)
 
 
 def test_a_window_grows_until_it_agrees(engine):

@@ -14,8 +14,9 @@ from agentcache.types import AlignedRun, Run
 
 OPTIONS: dict[str, tuple[dict[str, object], ...]] = {
     "attention_blocks": ({}, {"k": 100, "block": 16, "window": 0, "query": 0}),
-    "attended": ({}, {"k": 20, "block": 16, "window": 0}),
+    "attended": ({}, {"k": 20, "block": 16, "window": 0}, {"by": "deviation"}, {"by": "product", "check": 1}),
     "cacheblend": ({}, {"share": 0.5, "check": 2, "rank": "values"}),
+    "causal_oracle": ({}, {"k": 20, "block": 4, "operator": "transplant"}),
     "carrier_window": ({}, {"start": 150, "stop": 180, "window": 8}),
     "frontier": (
         {},
