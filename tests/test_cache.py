@@ -18,7 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from agentcache import AgentCache, AgentCacheError, EngineDeadError, Episode, KVPaused, PromptRevised, RequestTimeout
+from agentcache import (
+    AgentCache,
+    AgentCacheError,
+    EngineDeadError,
+    Episode,
+    KVPaused,
+    PromptRevised,
+    RequestError,
+    RequestTimeout,
+)
+from agentcache.engine import embedded
 from agentcache.events import read_events
 
 pytestmark = pytest.mark.engine
@@ -89,6 +99,25 @@ def test_an_interrupt_aborts_the_request_and_the_cache_goes_on(cache: AgentCache
         cache.generate(PROMPT, **ENDLESS)
     wait_for(cache.reset_prefix_cache, "an engine without requests", 20)
     assert len(cache.generate(PROMPT, max_tokens=2).token_ids) == 2
+
+
+def test_a_pair_is_measured_for_a_profile_and_leaves_nothing_behind(cache: AgentCache) -> None:
+    before = cache.generate(PROMPT, max_tokens=4).token_ids
+    found = cache.profile_pair(PROMPT, EDITED, arms=[("direct_reuse", {})], reply_tokens=2)
+    assert found["lengths"] == {"prefix": 60, "old": len(PROMPT), "new": len(EDITED), "suffix": 210}
+    assert found["arms"][0]["kl"] > 0
+    assert cache.generate(PROMPT, max_tokens=4).token_ids == before
+    with pytest.raises(RequestError, match="nothing of the old prompt is aligned behind the edit"):
+        cache.profile_pair(PROMPT, PROMPT[:200])
+
+
+def test_a_busy_engine_measures_nothing(cache: AgentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_IDLE_S", 0.3)
+    endless = cache.episode("busy").stream(PROMPT, **ENDLESS)
+    next(endless)
+    with pytest.raises(AgentCacheError, match="the engine is not idle: requests or saves were open"):
+        cache.profile_pair(PROMPT, EDITED)
+    endless.close()
 
 
 def test_a_subscriber_gets_the_kinds_it_asked_for(cache: AgentCache) -> None:
