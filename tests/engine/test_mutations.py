@@ -269,6 +269,8 @@ BASES: tuple[dict[str, Any], ...] = (
         "policy": "direct_reuse",
         "aligned": [[0, 0, 50], [50, 50, 50], [120, 120, 190]],
     },
+    {"parent": "v1", "sources": ["v2", "nobody"], "policy": "direct_reuse", "aligned": [[0, 0, 100]]},
+    {"sources": ["v1", "v2", "v1"], "policy": "edit_local"},
 )
 
 
