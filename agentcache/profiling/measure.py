@@ -13,13 +13,16 @@ from agentcache.episodes.diff import diff_tokens
 from agentcache.profiling.edits import Edit, Message
 from agentcache.profiling.fit import TrainingPair
 
-__all__ = ["LEAST_SUFFIX", "Pair", "Wanted", "pair_key", "pairs_of", "training_pair"]
+__all__ = ["LEAST_SUFFIX", "Found", "Pair", "Render", "Wanted", "pair_key", "pairs_of", "training_pair"]
 
 LEAST_SUFFIX: Final = 128
 """Tokens behind the last edit, four blocks: less says nothing of how drift falls with distance."""
 
 Found = Mapping[str, Any]
 """What `AgentCache.profile_pair` returned."""
+
+Render = Callable[[Sequence[Message]], Sequence[int]]
+"""Returns the ids of chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Wanted:
 
 def pairs_of(
     edits: Iterable[Edit],
-    render: Callable[[Sequence[Message]], Sequence[int]],
+    render: Render,
     *,
     max_tokens: int,
     least_suffix: int = LEAST_SUFFIX,
@@ -78,7 +81,7 @@ def pairs_of(
         least_suffix: Fewest tokens of the aligned run that ends the prompt.
     """
     for edit in edits:
-        old, new = ([int(token) for token in render(side)] for side in (edit.old, edit.new))
+        old, new = (list(render(side)) for side in (edit.old, edit.new))
         if max(len(old), len(new)) > max_tokens:
             continue
         suffix = diff_tokens(old, new).suffix

@@ -7,12 +7,14 @@ that it would have ended with.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -23,11 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from agentcache.environment import hardware, versions
+from agentcache.episodes.render import Renderer
 from agentcache.errors import ConfigError
 from agentcache.profiling.assemble import Measured, assemble, calibration_wanted, train, train_wanted
 from agentcache.profiling.datasets import SAMPLE, Dataset, load_dataset
-from agentcache.profiling.edits import Edit, Message, Task, make_edits, split
-from agentcache.profiling.measure import Found, Pair, Wanted, pair_key, pairs_of
+from agentcache.profiling.edits import Edit, Task, make_edits, split
+from agentcache.profiling.measure import Found, Pair, Render, Wanted, pair_key, pairs_of
 from agentcache.profiling.model import ModelFingerprint, model_fingerprint
 from agentcache.profiling.profile import DataSource, Profile
 from agentcache.weights import BUILTIN_MODELS, resolve_model
@@ -43,6 +46,7 @@ LEAST_PAIRS: Final = (8, 4)
 _CHARACTERS_A_TOKEN = 3.5
 _SPARE = 4  # edits made for each that is wanted: some are too long, and many leave too little behind them
 _SHORTEST_SHARE = 0.25  # of the longest prompt
+_DAY = datetime(2026, 1, 1, tzinfo=UTC)
 _TOLD_PAIRS = 10  # where no bar can be shown
 _ROOM = 64  # tokens beside the longest prompt: its reply, and what chat templates add
 
@@ -75,9 +79,6 @@ class ProfileRun:
 
 class Engine(Protocol):
     """What a run needs of an `AgentCache`."""
-
-    def render(self, messages: Any, /) -> Any:
-        """Returns an object whose `token_ids` are those of the messages."""
 
     def profile_pair(self, old_ids: Sequence[int], new_ids: Sequence[int], **wanted: Any) -> Found:
         """Returns what two revisions show."""
@@ -138,9 +139,7 @@ class Split:
     sources: tuple[DataSource, ...]
 
 
-def choose_pairs(
-    datasets: Sequence[Dataset], render: Callable[[Sequence[Message]], Sequence[int]], settings: ProfileRun
-) -> tuple[Split, Split]:
+def choose_pairs(datasets: Sequence[Dataset], render: Render, settings: ProfileRun) -> tuple[Split, Split]:
     """Returns the pairs to train and to calibrate on, of disjoint tasks; the data sets take turns.
 
     Raises:
@@ -165,9 +164,7 @@ def choose_pairs(
     return out[0], out[1]
 
 
-def _pairs(
-    tasks: Sequence[Task], wanted: int, render: Callable[[Sequence[Message]], Sequence[int]], settings: ProfileRun
-) -> Iterator[Pair]:
+def _pairs(tasks: Sequence[Task], wanted: int, render: Render, settings: ProfileRun) -> Iterator[Pair]:
     """Yields the pairs of one data set's tasks, which take turns; few tasks are edited more often."""
     longest = int(settings.max_tokens * _CHARACTERS_A_TOKEN)
     chains: dict[str, list[Edit]] = {}
@@ -193,18 +190,28 @@ def make_profile(
     settings: ProfileRun,
     datasets: Sequence[Dataset],
     model: ModelFingerprint,
-    engine: Engine,
+    render: Render,
+    open_engine: Callable[[], AbstractContextManager[Engine]],
     console: Console,
 ) -> Profile:
     """Returns the profile after measuring what the work file has not.
+
+    Args:
+        settings: What it is made of.
+        datasets: Their tasks.
+        model: That is measured.
+        render: Returns the ids of chat messages.
+        open_engine: Is called when something must be measured.
+        console: Where the progress is shown.
 
     Raises:
         ConfigError: The data is too short.
         AgentCacheError: The engine is busy, or a measurement failed.
     """
-    first, second = choose_pairs(datasets, lambda messages: engine.render(list(messages)).token_ids.tolist(), settings)
+    first, second = choose_pairs(datasets, render, settings)
     work = WorkFile(settings.work_file)
-    with _progress(console) as progress:
+    with ExitStack() as stack, _progress(console) as progress:
+        engine = functools.cache(lambda: stack.enter_context(open_engine()))
 
         def measured(part: Split, wanted: Wanted) -> Measured:
             task = progress.add_task(part.name, total=len(part.pairs))
@@ -213,7 +220,7 @@ def make_profile(
                 key = pair_key(model.hash, pair, wanted)
                 known = work.get(key)
                 if known is None:
-                    known = work.add(key, pair, engine.profile_pair(pair.old, pair.new, **wanted.options()))
+                    known = work.add(key, pair, engine().profile_pair(pair.old, pair.new, **wanted.options()))
                 found.append((pair, known))
                 progress.advance(task)
                 if not console.is_terminal and (len(found) % _TOLD_PAIRS == 0 or len(found) == len(part.pairs)):
@@ -250,12 +257,13 @@ def run(settings: ProfileRun, console: Console) -> Profile:
     """Returns the profile after measuring and writing it, and prints what was fitted.
 
     Raises:
-        ConfigError: The data cannot be read or is too short, or the model's folder cannot be told.
+        ConfigError: The data cannot be read or is too short, or it cannot be told what model it is.
+        RenderError: The model's chat template does not render a chat.
     """
     datasets = _load(settings.data)
-    model = _fingerprint(settings.model)
-    with _engine(settings, model) as engine:
-        profile = make_profile(settings, datasets, model, engine, console)
+    folder, name = _folder(settings.model)
+    model = model_fingerprint(folder, name=name)
+    profile = make_profile(settings, datasets, model, _renderer(folder), lambda: _engine(settings, model), console)
     profile.save(settings.out)
     _print(profile, settings, console)
     return profile
@@ -273,14 +281,22 @@ def _load(sources: Sequence[str]) -> list[Dataset]:
     return datasets
 
 
-def _fingerprint(name: str) -> ModelFingerprint:
-    """Returns what a model is; one of the hub is fetched."""
-    found = resolve_model(name)
+def _folder(model: str) -> tuple[Path, str | None]:
+    """Returns the folder of a model, fetched from the hub when it is one of there, and its name unless the folder gives it."""
+    found = resolve_model(model)
     if isinstance(found, Path):
-        return model_fingerprint(found, name=name if name in BUILTIN_MODELS else None)
+        return found, model if model in BUILTIN_MODELS else None
     from huggingface_hub import snapshot_download
 
-    return model_fingerprint(snapshot_download(found), name=found)
+    return Path(snapshot_download(found)), found
+
+
+def _renderer(folder: Path) -> Render:
+    """Returns what renders chats by the model's template, without an engine and on a day that does not change."""
+    from transformers import AutoTokenizer
+
+    renderer = Renderer(AutoTokenizer.from_pretrained(folder))
+    return lambda messages: renderer.render(messages, now=_DAY).token_ids.tolist()
 
 
 def _engine(settings: ProfileRun, model: ModelFingerprint) -> AbstractContextManager[Engine]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,6 @@ class FakeEngine:
     def __init__(self, before: Callable[[int], object] = lambda _: None) -> None:
         self.before = before
         self.measured: list[dict[str, Any]] = []
-
-    def render(self, messages: Sequence[dict[str, str]]) -> Any:
-        words = [word for message in messages for word in (f"<{message['role']}>", *message["content"].split())]
-        return SimpleNamespace(
-            token_ids=np.array(
-                [zlib.crc32(piece.encode()) % 50_000 for word in words for piece in (word[:4], word[4:]) if piece]
-            )
-        )
 
     def profile_pair(self, old_ids: Sequence[int], new_ids: Sequence[int], **wanted: Any) -> dict[str, Any]:
         self.before(len(self.measured))

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from rich.console import Console
@@ -13,6 +15,7 @@ from agentcache.errors import ConfigError
 from agentcache.profiling.assemble import BLOCKS, KAPPAS, TAU_SHARES
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.measure import Wanted, pair_key
+from agentcache.profiling.model import ModelFingerprint
 from agentcache.profiling.profile import Profile
 from agentcache.profiling.runner import ProfileRun, WorkFile, choose_pairs, make_profile
 from tests.profiling.examples import MODEL
@@ -27,12 +30,22 @@ def settings(tmp_path: Path) -> ProfileRun:
     return ProfileRun("tiny", tmp_path / "profile.json", pairs=PAIRS, max_tokens=2048)
 
 
-def profile(settings: ProfileRun, engine: FakeEngine, console: Console | None = None) -> Profile:
-    return make_profile(settings, [load_dataset()], MODEL, engine, console or Console(file=io.StringIO()))
+def profile(
+    settings: ProfileRun,
+    engine: FakeEngine,
+    *,
+    console: Console | None = None,
+    data: str | Path = "sample",
+    model: ModelFingerprint = MODEL,
+) -> Profile:
+    out = console or Console(file=io.StringIO())
+    return make_profile(settings, [load_dataset(data)], model, render, lambda: nullcontext(engine), out)
 
 
 def render(messages: Any) -> list[int]:
-    return FakeEngine().render(messages).token_ids.tolist()
+    words = [word for message in messages for word in (f"<{message['role']}>", *message["content"].split())]
+    pieces = [piece for word in words for piece in (word[:4], word[4:]) if piece]
+    return [zlib.crc32(piece.encode()) % 50_000 for piece in pieces]
 
 
 def interrupt_at(count: int) -> Callable[[int], None]:
@@ -85,11 +98,18 @@ def test_a_line_that_was_cut_off_is_measured_again(settings: ProfileRun) -> None
         assert len(engine.measured) == again
 
 
-def test_a_finished_run_measures_nothing_again_and_more_pairs_only_the_rest(settings: ProfileRun) -> None:
+def test_a_finished_run_starts_no_engine(settings: ProfileRun) -> None:
+    made = profile(settings, FakeEngine())
+
+    def refuse() -> NoReturn:
+        pytest.fail("nothing is to be measured")
+
+    assert make_profile(settings, [load_dataset()], MODEL, render, refuse, Console(file=io.StringIO())) == made
+
+
+def test_more_pairs_measure_only_the_rest(settings: ProfileRun) -> None:
     profile(settings, FakeEngine())
-    again, more = FakeEngine(), FakeEngine()
-    profile(settings, again)
-    assert again.measured == []
+    more = FakeEngine()
     profile(ProfileRun("tiny", settings.out, pairs=PAIRS + 4, max_tokens=2048), more)
     # Two or three more train, which changes the fit, hence what calibration measures.
     assert [bool(wanted["arms"]) for wanted in more.measured].count(False) < TRAIN
@@ -98,9 +118,7 @@ def test_a_finished_run_measures_nothing_again_and_more_pairs_only_the_rest(sett
 def test_another_model_or_seed_does_not_take_these_measurements(settings: ProfileRun) -> None:
     profile(settings, FakeEngine())
     other = FakeEngine()
-    make_profile(
-        settings, [load_dataset()], MODEL.model_copy(update={"hash": "b" * 32}), other, Console(file=io.StringIO())
-    )
+    profile(settings, other, model=MODEL.model_copy(update={"hash": "b" * 32}))
     assert len(other.measured) == PAIRS
 
 
@@ -129,7 +147,7 @@ def test_data_that_is_too_short_is_refused_before_anything_is_measured(settings:
     with pytest.raises(
         ConfigError, match="the data is too short: 0 edits of it can be measured for train, 8 are needed"
     ):
-        make_profile(settings, [load_dataset(file)], MODEL, engine, Console(file=io.StringIO()))
+        profile(settings, engine, data=file)
     assert engine.measured == []
 
 
@@ -152,7 +170,7 @@ def test_the_profile_holds_no_clock(settings: ProfileRun, monkeypatch: pytest.Mo
 
 def test_without_a_terminal_the_progress_is_lines(settings: ProfileRun) -> None:
     out = io.StringIO()
-    profile(settings, FakeEngine(), Console(file=out, width=120))
+    profile(settings, FakeEngine(), console=Console(file=out, width=120))
     lines = [line.strip() for line in out.getvalue().splitlines() if " of " in line]
     assert lines == ["train: 10 of 15 edits", "train: 15 of 15 edits", "calibration: 9 of 9 edits"]
 
