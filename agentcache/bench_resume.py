@@ -32,6 +32,7 @@ __all__ = ["Edit", "empty_prefix_cache", "make_edit", "percentiles", "run", "sam
 
 OLD_SPAN, NEW_SPAN = 32, 40  # tokens: the edit changes the length, so all that follows moves
 _DECODE_TOKENS = 8
+_ATTENTION_REPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,34 @@ class _Bench:
         self.cache = cache
         self.edit = edit
         self.episode: Episode = cache.episode("bench")
-        self.parent = self.episode.generate(edit.old, max_tokens=1).version
-        # The parent's save is open until a child could be served from it.
-        self.resume("direct_reuse", salt="commit")
+        self.parent, prefill_ms = self._save("bench", edit.old)
+        self.attention = self._attention_share(prefill_ms)
+
+    def _save(self, name: str, ids: list[int]) -> tuple[str | None, float]:
+        """Returns a version that is saved, and the time of its prefill."""
+        empty_prefix_cache(self.cache)
+        reply = self.cache.episode(name).generate(ids, max_tokens=1)
+        if not self.cache.flush():
+            raise AgentCacheError("the parent's save did not end")
+        return reply.version, reply.ttft_ms
+
+    def _attention_share(self, prefill_ms: float) -> dict[str, float]:
+        """Returns what it costs to measure attention at a save: medians over five, and the share of the prefill."""
+        measured, prefills = [], [prefill_ms]
+        for number in range(_ATTENTION_REPS):
+            before = self._attention_ms()
+            prefills.append(self._save(f"attention {number}", self.edit.old)[1])
+            measured.append(self._attention_ms() - before)
+        attention, prefill = float(np.median(measured)), float(np.median(prefills[1:]))
+        return {
+            "attention_ms": round(attention, 3),
+            "prefill_ms": round(prefill, 3),
+            "share": round(attention / prefill, 4),
+        }
+
+    def _attention_ms(self) -> float:
+        """Returns how long rank 0 has measured attention so far."""
+        return float(self.cache.stats()["ranks"][0]["counts"]["attention_s"]) * 1e3
 
     def prime(self, tokens: int) -> None:
         """Leaves exactly the first `tokens` of the new prompt in vLLM's prefix cache."""
@@ -225,6 +251,7 @@ def run(
         "floor_tokens": repaired,
         "floor_ms": percentiles(floors)["p50"],
         "decode_ms": percentiles(decodes)["p50"],
+        "attention": bench.attention,
         "rows": [arm.row(baseline) for arm in arms.values()],
         "engine": stats.get("engine", {}),
         "versions": versions(),
@@ -264,5 +291,6 @@ def _print(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     console.print(
         f"floor: a plain prefill of {result['floor_tokens']} tokens there takes {result['floor_ms']:.1f} ms, "
-        f"a decode step {result['decode_ms']:.1f} ms"
+        f"a decode step {result['decode_ms']:.1f} ms; measuring attention at a save takes {result['attention']['attention_ms']:.0f} "
+        f"ms, {result['attention']['share']:.1%} of the prefill"
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,7 +73,8 @@ class Saver:
 
     Attributes:
         thresholds: Of mixed precision.
-        counts: `saves` that ended well, and `save_s`, the seconds from their orders to their ends.
+        counts: `saves` that ended well, `save_s`, the seconds from their orders to their ends, and `attention_s`, those of them in
+            which attention was measured.
     """
 
     def __init__(self, config: ConnectorConfig, store: PayloadStore) -> None:
@@ -81,7 +82,7 @@ class Saver:
         self.store = store
         self.thresholds = Thresholds(**config.thresholds)
         self._saves: deque[_Save] = deque()
-        self.counts = {"saves": 0, "save_s": 0.0}
+        self.counts = {"saves": 0, "save_s": 0.0, "attention_s": 0.0}
         self._finished: set[str] = set()
         self._credit = 0  # rows that may be gathered
 
@@ -110,7 +111,7 @@ class Saver:
             save = self._saves[0]
             if save.work is None:
                 save.work = _work(save, runtime, self.store, self.thresholds)
-            for rows in save.work:
+            for rows in self._timed(save.work):
                 piece = self._credit if shared else _IDLE_PIECE_TOKENS
                 self._credit -= piece if rows is None else rows
                 if self._credit <= 0:
@@ -119,6 +120,15 @@ class Saver:
                 self._finish(self._saves.popleft(), report)
             report.stored |= save.stored
             save.stored.clear()
+
+    def _timed(self, work: Iterator[int | None]) -> Iterator[int | None]:
+        """Yields the pieces of a save's work; counts the time of those that measure attention, which gather no rows."""
+        started = time.perf_counter()
+        for rows in work:
+            if rows is None:
+                self.counts["attention_s"] += time.perf_counter() - started
+            yield rows
+            started = time.perf_counter()
 
     def _finish(self, save: _Save, report: StepReport) -> None:
         request_id = save.order.request_id
