@@ -127,7 +127,10 @@ def resume(
         float, typer.Option(min=0.01, max=0.95, help="Where the edit is, as a share of the prompt.")
     ] = 0.3,
     policies: Annotated[
-        str, typer.Option(help="Recovery policies, separated by commas, options behind colons (cacheblend:share=0.15); prefix_cache is the baseline.")
+        str,
+        typer.Option(
+            help="Recovery policies, separated by commas, options behind colons (cacheblend:share=0.15); prefix_cache is the baseline."
+        ),
     ] = "prefix_cache,direct_reuse,edit_local",
     reps: RepsOption = 7,
     json_path: JsonOption = None,
@@ -168,6 +171,43 @@ def load(
         streams=streams,
         reps=reps,
         json_path=json_path,
+        console=Console(),
+    )
+
+
+@bench.command("auto")
+def bench_auto(
+    model: ModelOption = "smollm2",
+    candidate: Annotated[
+        str, typer.Option(help="The policy that auto may choose, options behind colons (attended:k=48).")
+    ] = "edit_local",
+    margin: Annotated[float, typer.Option(help="Share of prefix caching's time that it must save.")] = 0.1,
+    edits: Annotated[int, typer.Option(min=1, help="Random edits of real prompts.")] = 100,
+    data: Annotated[
+        str, typer.Option(help="File or folder of a public data set, as for `agentcache profile`, or `sample`.")
+    ] = "sample",
+    seed: Annotated[int, typer.Option(help="Another one makes other edits.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=256, help="Longest prompt; what is longer is cut.")] = 4800,
+    json_path: JsonOption = None,
+    go_on: Annotated[
+        bool, typer.Option("--resume", help="Leave out the edits that the --json file has already.")
+    ] = False,
+) -> None:
+    """Time the policy `auto` against prefix caching and its own candidate over many random edits; 5 minutes on two cores."""
+    if go_on and json_path is None:
+        raise ConfigError("--resume goes on with the file that --json names: give --json")
+    from agentcache.bench_auto import run
+
+    run(
+        model=model,
+        candidate=candidate,
+        margin=margin,
+        edits=edits,
+        data=data,
+        seed=seed,
+        max_tokens=max_tokens,
+        json_path=json_path,
+        resume=go_on,
         console=Console(),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +10,7 @@ from agentcache.errors import ConfigError
 from agentcache.recovery.base import PolicyContext, RecoveryPolicy
 from agentcache.recovery.bounds import Bounded, bounded
 from agentcache.recovery.registry import get_policy, register
+from agentcache.recovery.spec import parse_policy
 
 __all__ = ["Auto", "auto_arms"]
 
@@ -24,8 +24,7 @@ class Auto(RecoveryPolicy):
     exactly. The engine plans both, and compares them by its cost model (`engine.costs`); choice and estimate are in the report.
 
     Attributes:
-        candidate: Name of the other policy.
-        options: Its options, a JSON object as text; bounds too.
+        candidate: The other policy and its options, `name` or `name:option=value:…`, bounds too.
         margin: Share of prefix caching's time that it must save.
     """
 
@@ -33,13 +32,12 @@ class Auto(RecoveryPolicy):
     source: ClassVar[str] = "agentcache"
 
     candidate: str = "edit_local"
-    options: str = "{}"
     margin: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin < 1:
             raise ConfigError(f"auto: margin={self.margin} is not allowed; take a share from 0, below 1")
-        if self.candidate == self.name:
+        if parse_policy(self.candidate)[0] == self.name:
             raise ConfigError(f"auto: candidate={self.candidate!r} is itself; take a lossy policy, e.g. 'edit_local'")
         if self.lossy.exact:
             raise ConfigError(
@@ -49,13 +47,7 @@ class Auto(RecoveryPolicy):
     @property
     def lossy(self) -> RecoveryPolicy:
         """The other policy."""
-        try:
-            options = json.loads(self.options)
-        except ValueError as error:
-            raise ConfigError(f"auto: options={self.options!r} is no JSON: {error}") from error
-        if not isinstance(options, dict):
-            raise ConfigError(f"auto: options={self.options!r} is no JSON object; write e.g. '{{\"k\": 64}}'")
-        return get_policy(self.candidate, options)
+        return get_policy(*parse_policy(self.candidate))
 
     def accepts(self, exact_s: float, lossy_s: float) -> bool:
         """Returns whether the other policy saves enough of prefix caching's time."""
