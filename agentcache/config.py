@@ -229,8 +229,10 @@ class CacheConfig(BaseModel):
         given = self.connector.model_dump() | {"host_bytes": self.host_bytes, "store": self.store}
         if "attention" not in self.connector.model_fields_set:
             from agentcache.recovery import reads_attention  # it imports the errors beside this module
+            from agentcache.recovery.auto import auto_candidate
 
-            given["attention"] = reads_attention(self.policy)
+            acts = auto_candidate(self.policy_options)[0] if self.policy == "auto" else self.policy
+            given["attention"] = reads_attention(acts)
         return ConnectorConfig.model_validate(given | measured | self.connector.thresholds)
 
     @cached_property
@@ -241,8 +243,16 @@ class CacheConfig(BaseModel):
         return profile_for(self.model, self.profile)
 
     def options_for(self, policy: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a policy's options: those given, and the profile's where nothing is given."""
-        return dict(given) if self.measured is None else self.measured.options_for(policy, given)
+        """Returns a policy's options: those given, and the profile's where nothing is given; for `auto`, those of its candidate."""
+        if self.measured is None:
+            return dict(given)
+        if policy == "auto":
+            from agentcache.recovery.auto import auto_candidate
+            from agentcache.recovery.spec import format_policy
+
+            name, own = auto_candidate(given)
+            return {**given, "candidate": format_policy(name, self.measured.options_for(name, own))}
+        return self.measured.options_for(policy, given)
 
     @classmethod
     def build(cls, **settings: Any) -> CacheConfig:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agentcache.errors import ConfigError
 from agentcache.recovery.base import PolicyContext, RecoveryPolicy
@@ -12,7 +12,7 @@ from agentcache.recovery.bounds import Bounded, bounded
 from agentcache.recovery.registry import get_policy, register
 from agentcache.recovery.spec import parse_policy
 
-__all__ = ["Auto", "auto_arms"]
+__all__ = ["Auto", "auto_arms", "auto_candidate"]
 
 
 @register
@@ -65,3 +65,8 @@ def auto_arms(policy: RecoveryPolicy) -> tuple[Auto, RecoveryPolicy] | None:
     if isinstance(policy, Bounded) and isinstance(policy.policy, Auto):
         return policy.policy, bounded(policy.policy.lossy, policy.bounds)
     return None
+
+
+def auto_candidate(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns name and options of the other policy, given the options of `auto`."""
+    return parse_policy(str(options.get("candidate", Auto.candidate)))

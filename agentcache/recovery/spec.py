@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from agentcache.errors import ConfigError
 
-__all__ = ["parse_policy"]
+__all__ = ["format_policy", "parse_policy"]
 
 
 def parse_policy(spec: str) -> tuple[str, dict[str, Any]]:
@@ -27,3 +28,15 @@ def parse_policy(spec: str) -> tuple[str, dict[str, Any]]:
         except json.JSONDecodeError:
             options[option] = text
     return name, options
+
+
+def format_policy(name: str, options: Mapping[str, Any]) -> str:
+    """Returns the word that `parse_policy` reads as this name and these options.
+
+    Raises:
+        ConfigError: A value has a colon.
+    """
+    pairs = [f"{option}={json.dumps(value)}" for option, value in options.items()]
+    if any(":" in pair for pair in pairs):
+        raise ConfigError(f"policy {name!r} with {dict(options)} is no single word: a colon ends an option")
+    return ":".join([name, *pairs])

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.config import CacheConfig
 from agentcache.errors import ConfigError
 from agentcache.recovery import Attended, Auto, Bounds, EditLocal, check_policy, get_policy, plan
-from agentcache.recovery.auto import auto_arms
+from agentcache.recovery.auto import auto_arms, auto_candidate
 from agentcache.recovery.bounds import Bounded, BoundedOnline
 from agentcache.recovery.conformance import scenarios
+from tests.profiling.examples import example_profile
 
 seconds = st.floats(1e-6, 1e3)
 
@@ -75,3 +77,22 @@ def test_the_candidate_goes_by_its_own_name():
     assert lossy is not None
     scenario = next(s for s in scenarios() if s.title == "insertion")
     assert plan(lossy, scenario.context, parent_exact_end=400, limit=400).policy == "epic"
+
+
+def test_a_cache_gives_the_candidate_what_the_profile_knows_of_it(tmp_path):
+    path = tmp_path / "profile.json"
+    example_profile(example_profile().model.model_copy(update={"name": "owner/name"})).save(path)
+    options = {"candidate": "patchkv:kappa=0.25"}
+    config = CacheConfig.build(model="owner/name", profile=path, policy="auto", policy_options=options)
+    assert config.measured is not None
+    options = config.options_for("auto", config.policy_options)
+    candidate = auto_candidate(options)
+    assert candidate == ("patchkv", config.measured.options_for("patchkv", {"kappa": 0.25}))
+    assert get_policy("auto", options).lossy == get_policy(*candidate)
+
+
+@pytest.mark.parametrize(("candidate", "measures"), [("edit_local", False), ("patchkv:window=9", True)])
+def test_saves_measure_what_the_candidate_reads(candidate, measures):
+    config = CacheConfig.build(model="nowhere", policy="auto", policy_options={"candidate": candidate})
+    assert config.to_connector().attention == measures
+    assert config.options_for("auto", config.policy_options) == {"candidate": candidate}
