@@ -71,6 +71,17 @@ def test_an_episode_resumes_after_an_edit(cache: AgentCache) -> None:
     assert isinstance(fork, Episode) and fork.generate(EDITED, max_tokens=1).parent == first.version
 
 
+def test_a_chunk_serves_any_later_prompt(cache: AgentCache) -> None:
+    memory = list(range(7000, 7100))
+    chunk = cache.encode_chunk(memory)
+    assert cache.encode_chunk(memory) == chunk
+    reply = cache.episode("memories").generate([*PROMPT[:50], *memory, *PROMPT[50:60]], max_tokens=2, sources=[chunk])
+    assert reply.recovery is not None and reply.recovery.source_tokens == 100 - 32
+    assert cache.stats()["chunks"] == {chunk: {"tokens": 100, "context_tokens": 0}}
+    cache.drop_chunk(chunk)
+    assert cache.stats()["chunks"] == {}
+
+
 def test_a_stream_is_an_iterator_and_closing_it_aborts(cache: AgentCache) -> None:
     whole = cache.generate(PROMPT, max_tokens=6, extra={"ignore_eos": True})
     chunks = list(cache.stream(PROMPT, max_tokens=6, extra={"ignore_eos": True}))

@@ -167,6 +167,72 @@ def test_a_plan_restores_from_the_sources_that_it_needs_and_pins_no_other(engine
     engine.drain()
 
 
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+EVERYTHING = [
+    ("cacheblend", {"share": 1.0, "check": 2}),
+    ("mean_shift", {"share": 1.0}),
+    ("attended", {"k": 10_000}),
+    ("prophetkv", {"share": 1.0}),
+    ("frontier", {"threshold": 1.0, "most_tokens": 10_000}),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "joins"), [*((*each, 1) for each in EVERYTHING), *((*each, 4) for each in EVERYTHING[:2])]
+)
+def test_with_every_row_of_a_chunk_recomputed_the_prompt_is_that_of_a_full_prefill(
+    engine, reference, policy, options, joins
+):
+    """Other policies compute what follows a later join once, before they choose: over rows that are still stale then."""
+    first_version(engine)
+    chunks(engine)
+    prompt = [*OLD[:100], *JOIN, *B[1:], *QUESTION]
+    if joins == 4:
+        prompt = [*OLD[:100], *B[1:], *JOIN, *OLD[110:], *A, *QUESTION]
+    answer = engine.ask(prompt, drawing("v", policy, options=options, parent="v1"))
+    recovery = answer.recovery
+    assert (recovery.reason, recovery.sources) == (None, ["b"] if joins == 1 else ["a", "b"])
+    assert (recovery.reused_tokens, recovery.source_tokens, recovery.recompute_ratio) == (0, 0, 1.0)
+    assert_exact(reference, answer)
+    assert engine.stored_error(engine.version("v"), len(prompt)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("edit_local", {"k": 16}),
+        ("edit_local_boundary", {}),
+        ("epic", {"k": 16}),
+        ("random", {}),
+        ("structural", {}),
+        ("patchkv", {"window": 16}),
+        ("attention_blocks", {"k": 32}),
+        ("edit_to_carrier", {"k": 64}),
+        ("attended", {"k": 32}),
+        ("prophetkv", {"share": 0.2}),
+        ("cacheblend", {"share": 0.2}),
+        ("frontier", {"most_tokens": 64}),
+        ("mean_shift", {"share": 0.1}),
+        ("mean_shift", {"selector": "epic"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_policy_works_on_chunks_and_keeps_them_to_itself(engine, reference, policy, options):
+    for name, ids in (("a", A), ("b", B)):
+        encode(engine, name, ids, precision="mixed")  # some policies rank by the attention that this measures
+    engine.forget_local()
+    boundaries = [("message", 0, 40), ("document", 40, 159), ("message", 159, len(PROMPT))]
+    answer = engine.ask(PROMPT, drawing("v", policy, options=options, boundaries=boundaries))
+    recovery = answer.recovery
+    assert (recovery.reason, recovery.policy) == (None, policy)
+    assert 0 < recovery.source_tokens == recovery.reused_tokens <= 219
+    assert recovery.reused_tokens + recovery.repair_tokens == 219 or recovery.new_tokens > len(QUESTION)
+    assert engine.audit(PROMPT)[1] < 1e-3
+    assert_exact(reference, engine.ask(PROMPT))
+    engine.check()
+
+
 # -- who may see them --------------------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from agentcache import AsyncAgentCache, ConfigError
+from agentcache import AgentCacheError, AsyncAgentCache, ConfigError
 from agentcache.engine.chunks import chunk_id
+from agentcache.engine.wire import ResumeParams
+from agentcache.reply import RecoveryReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -167,3 +169,30 @@ async def test_what_an_episode_hears_of_a_lost_chunk_has_it_encoded_again(
     assert await cache.encode_chunk(MEMORIES[0]) == chunk
     again = await cache.episode("lost-2").generate(chat(MEMORIES[0]), sources=[chunk], **REPLY)
     assert again.recovery is not None and again.recovery.sources == [chunk]
+
+
+async def test_a_chunk_that_the_engine_has_and_this_cache_does_not_know_is_not_stored_twice(
+    cache: AsyncAgentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = await cache.encode_chunk(MEMORIES[1])
+    objects = (await cache.stats())["ranks"][0]["objects"]
+    cache._session.chunks.forget()
+    monkeypatch.setattr(cache._session, "store", None)  # so that only the engine can say it
+    assert await cache.encode_chunk(MEMORIES[1]) == chunk
+    assert chunk in (await cache.stats())["chunks"]
+    assert (await cache.stats())["ranks"][0]["objects"] == objects
+
+
+async def test_a_chunk_whose_kv_cannot_be_kept_says_why(
+    cache: AsyncAgentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(ids: list[int], resume: ResumeParams) -> RecoveryReport:
+        return RecoveryReport(saved="refused", reason="400 bytes do not fit", lost_sources=resume.sources)
+
+    monkeypatch.setattr(cache._session.chunks, "_ask", refused)
+    text = MEMORIES[1].replace("delta", "mouth")
+    with pytest.raises(AgentCacheError, match=r"a chunk of \d+ tokens could not be kept: 400 bytes do not fit"):
+        await cache.encode_chunk(text)
+    monkeypatch.undo()
+    chunk = await cache.encode_chunk(text)
+    assert chunk in (await cache.stats())["chunks"], "and may be tried again"
