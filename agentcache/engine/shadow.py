@@ -2,8 +2,9 @@
 
 A chosen request returns its first token's log-probabilities; its reply is given without them. The twin is a plain request with the
 same prompt: vLLM serves it from exact blocks, and keeps the new ones for whoever comes next. It starts after the reply has ended,
-alone, once no request is open, and is aborted when one arrives: what it has computed stays in vLLM's prefix cache, so that the next
-try goes on from there. A twin that has waited for `GuardConfig.patience_s` runs beside requests.
+alone, once no request is open, and is aborted when one arrives. So that this one waits for a short step only, a twin is prefilled
+slice by slice, each a request of its own whose blocks stay in vLLM's prefix cache: the next slice, or the next try, goes on from
+there. A twin that has waited for `GuardConfig.patience_s` runs beside requests.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = ["Admission", "Shadows"]
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING: Final = 16
+_SLICE_TOKENS: Final = 256
 # Smaller values go first where the engine's scheduling policy is `priority`; requests have 0.
 _PRIORITY: Final = 1
 # A grammar masks logits before vLLM takes log-probabilities; named tokens replace the most likely ones.
@@ -63,14 +65,18 @@ class Admission:
     shadowed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Shadow:
-    """A resume that waits for its twin, until `due` (of `time.monotonic`) for one that disturbs nobody."""
+    """A resume that waits for its twin, until `due` (of `time.monotonic`) for one that disturbs nobody.
+
+    vLLM has the first `cached` tokens of its prompt in exact blocks, unless they were evicted.
+    """
 
     episode: str
     version: str
     policy: str
     prompt: TokenArray
+    cached: int
     resumed: dict[int, float]
     due: float
 
@@ -135,7 +141,9 @@ class Shadows:
         if not recovery.exact and reply.logprobs:
             due = time.monotonic() + self._session.guard.config.patience_s
             resumed = first_tokens(reply.logprobs[0])
-            self._submit(_Shadow(episode, reply.version, admission.asked_policy, prompt, resumed, due))
+            self._submit(
+                _Shadow(episode, reply.version, admission.asked_policy, prompt, recovery.prefix_tokens, resumed, due)
+            )
         return replace(reply, logprobs=_as_asked(reply.logprobs, admission.asked.logprobs))
 
     @contextlib.contextmanager
@@ -205,7 +213,7 @@ class Shadows:
     async def _compare(self, shadow: _Shadow) -> None:
         """Runs a twin and tells what came of it. Never raises anything but its cancellation."""
         try:
-            exact = await self._exact(shadow.prompt)
+            exact = await self._exact(shadow)
         except AgentCacheError as error:
             self._session.guard.missed(shadow.policy, "failed")
             logger.warning("version %s was not compared with an exact run: %s", shadow.version, error)
@@ -226,8 +234,17 @@ class Shadows:
             logger.warning("%s", fell_back.reason)
             self._session.bus.emit(fell_back)
 
-    async def _exact(self, prompt: TokenArray) -> dict[int, float]:
-        """Returns the first token's most likely tokens after a full prefill."""
+    async def _exact(self, shadow: _Shadow) -> dict[int, float]:
+        """Returns the first token's most likely tokens after a full prefill, which it makes slice by slice."""
+        block = self._session.config.block_size
+        step = -(-_SLICE_TOKENS // block) * block  # whole blocks: others are not kept
+        while shadow.cached + step < len(shadow.prompt):
+            await self._plain(shadow.prompt[: shadow.cached + step])
+            shadow.cached += step
+        return await self._plain(shadow.prompt)
+
+    async def _plain(self, prompt: TokenArray) -> dict[int, float]:
+        """Returns the most likely tokens after a prompt."""
         from agentcache.engine.requests import run_request  # it imports vLLM, which `launch` does quietly
 
         options = RequestOptions(max_tokens=1, logprobs=SHADOW_TOKENS)

@@ -34,14 +34,18 @@ class Desk(Shadows):
     def __init__(self, **settings: Any) -> None:
         self.bus = EventBus()
         self.guard = QualityGuard(GuardConfig(**{"share": 1, "episode_strikes": 1, "window": 1} | settings))
-        self.session = SimpleNamespace(guard=self.guard, bus=self.bus, engine=object())
+        config = SimpleNamespace(block_size=32)
+        self.session = SimpleNamespace(guard=self.guard, bus=self.bus, engine=object(), config=config)
         super().__init__(self.session)  # type: ignore[arg-type]
         self.asked: list[asyncio.Future[dict[int, float]]] = []
+        self.prompt = PROMPT
+        self.lengths: list[int] = []
         self.events: list[Any] = []
         self.bus.subscribe(self.events.append)
 
-    async def _exact(self, prompt: Any) -> dict[int, float]:
-        assert prompt is PROMPT
+    async def _plain(self, prompt: Any) -> dict[int, float]:
+        assert np.array_equal(prompt, self.prompt[: len(prompt)])
+        self.lengths.append(len(prompt))
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
@@ -53,14 +57,16 @@ class Desk(Shadows):
         reply = dataclasses.replace(REPLY, version=version, logprobs=[NEAR, FAR] if listed else None)
         assert reply.recovery is not None
         reply = dataclasses.replace(reply, recovery=reply.recovery.model_copy(update={"exact": exact}))
-        return self.settle(admission, reply, episode="e", prompt=PROMPT)
+        return self.settle(admission, reply, episode="e", prompt=self.prompt)
 
     def counts(self) -> dict[str, int]:
         found: dict[str, int] = self.guard.stats()["policies"].get("direct_reuse", {})
         return {name: found[name] for name in ("agreed", "disagreed", "failed", "dropped", "unfit") if found.get(name)}
 
 
-REPLY = Reply("", [1, 2], "stop", 3, 2, 1.0, "v", "u", RecoveryReport(policy="direct_reuse", exact=False))
+REPLY = Reply(
+    "", [1, 2], "stop", 3, 2, 1.0, "v", "u", RecoveryReport(policy="direct_reuse", exact=False, prefix_tokens=100)
+)
 
 
 async def turns(count: int = 10) -> None:
@@ -184,6 +190,36 @@ async def test_a_twin_gives_way_to_a_request_and_is_tried_again() -> None:
     assert desk.counts() == {"agreed": 1} and len(desk.asked) == 2
 
 
+async def test_a_twin_is_prefilled_in_slices_and_goes_on_where_it_gave_way() -> None:
+    desk = Desk()
+    desk.prompt = np.arange(700, dtype=np.int32)
+    desk.resume()  # vLLM has the first 100 tokens
+    await turns()
+    desk.asked[0].set_result(FAR)
+    await turns()
+    with desk.giving_way():
+        await turns()
+    for i in (2, 3):
+        await turns()
+        assert len(desk.asked) == i + 1
+        desk.asked[i].set_result(NEAR)
+    await turns()
+    assert desk.lengths == [356, 612, 612, 700] and desk.asked[1].cancelled()
+    assert desk.counts() == {"agreed": 1}
+
+
+@pytest.mark.parametrize(("block", "lengths"), [(100, [400, 700]), (512, [612, 700]), (1024, [700])])
+async def test_slices_are_whole_blocks(block: int, lengths: list[int]) -> None:
+    desk = Desk()
+    desk.session.config.block_size, desk.prompt = block, np.arange(700, dtype=np.int32)
+    desk.resume()
+    for i in range(len(lengths)):
+        await turns()
+        desk.asked[i].set_result(NEAR)
+    await turns()
+    assert desk.lengths == lengths and desk.counts() == {"agreed": 1}
+
+
 async def test_a_twin_without_patience_runs_beside_requests() -> None:
     desk = Desk(patience_s=0)
     with desk.giving_way():
@@ -243,7 +279,7 @@ async def test_stopping_aborts_and_drops_and_a_new_engine_goes_on() -> None:
 
 # -- on a real engine --------------------------------------------------------------------------------------------------
 
-OLD = list(range(1000, 1400))
+OLD = list(range(1000, 1800))
 REUSE: dict[str, Any] = {"max_tokens": 4, "policy": "direct_reuse", "extra": {"ignore_eos": True}}
 
 
