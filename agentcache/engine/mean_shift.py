@@ -61,7 +61,7 @@ def shift_means(
     assert share is not None and signals.key_deviation is not None and signals.value_deviation is not None
     ordered = [batch[at] for at in run_order(batch)]
     where = {row: at for at, row in enumerate(row for run in ordered for row in range(run.start, run.stop))}
-    device = runtime.device
+    device, table, size = runtime.device, blocks.to(runtime.device), runtime.block_size
     plans = []
     for span, probes, kept in chunks:
         chosen = np.array([row for run in probes for row in range(*run)], dtype=np.int64)
@@ -70,23 +70,22 @@ def shift_means(
             continue
         sides = []
         for deviation in (signals.key_deviation, signals.value_deviation):
-            probes_of = probe_set(deviation, chosen, share_of(share, len(chosen) + len(stay)))
-            weights = torch.from_numpy(np.minimum(deviation[stay], 1.0)).to(device)
-            at = torch.tensor([where[int(row)] for row in probes_of], device=device)
-            sides.append((torch.from_numpy(probes_of - span.start).to(device), at, weights[:, None, None]))
-        offsets = torch.from_numpy(stay)
-        slots = blocks[offsets // runtime.block_size] * runtime.block_size + offsets % runtime.block_size
-        plans.append((span, sides, torch.from_numpy(stay - span.start).to(device), slots.to(device)))
-    table = blocks.to(device)
+            probing = probe_set(deviation, chosen, share_of(share, len(chosen) + len(stay)))
+            at = torch.tensor([where[int(row)] for row in probing], device=device)
+            weights = torch.zeros(span.stop - span.start, 1, 1)
+            weights[stay - span.start, 0, 0] = torch.from_numpy(np.minimum(deviation[stay], 1.0))
+            sides.append((torch.from_numpy(probing - span.start).to(device), at, weights.to(device)))
+        rows = torch.arange(span.start, span.stop)
+        plans.append((span, sides, (blocks[rows // size] * size + rows % size).to(device)))
 
     def see(index: int, seen: Seen) -> None:
         pages = runtime.pages[policy.check_layer + index]
-        for span, sides, stay, slots in plans:
-            stale = pages.read(table, span.start, span.stop)
+        for span, sides, slots in plans:
             moved = []
-            for fresh, old, (rows, at, weights) in zip(seen[1:], stale, sides, strict=True):
+            for fresh, old, (rows, at, weights) in zip(seen[1:], pages.read(table, *span), sides, strict=True):
                 mean = (fresh[at].float() - old[rows].float()).mean(0)
-                moved.append((old[stay].float() + weights * mean).to(old.dtype))
+                moved.append(torch.addcmul(old.float(), weights, mean).to(old.dtype))
+            # Also the rows that do not stay, as they are: the layer writes those itself before it reads any.
             pages.write(slots, *moved)
 
     with watch([pages.layer for pages in runtime.pages[policy.check_layer :]], see):
