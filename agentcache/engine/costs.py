@@ -27,7 +27,7 @@ from agentcache.types import Run, clip_runs, run_tokens
 __all__ = ["CostModel", "Drift", "Limits", "Sample", "Work", "non_negative_fit", "work_of"]
 
 _SMALL_STEP = 64  # tokens: a step of fewer tells of the step itself, one of more of the model
-_LOAD_SHARE = 0.25  # of a step's estimate: a smaller load cannot be told from the step's own noise
+_LOAD_SHARE = 0.25  # of a step's estimate: a smaller load cannot be told from the noise of what it shares the step with
 _FETCH_S, _FETCH_ROW_S = 5e-3, 2e-5  # a plain disk, until fetches were seen
 
 
@@ -287,7 +287,9 @@ class CostModel:
             own = self.overhead + self.steps.ratio * forward
             if fitted > _LOAD_SHARE * (own + fitted):
                 self.loads.setdefault(policy, Drift()).observe(fitted, max(seconds - own, fitted / 8))
-        elif work.tokens > _SMALL_STEP:
+                return
+            seconds -= fitted
+        if work.tokens > _SMALL_STEP:
             self.steps.observe(forward, max(seconds - self.overhead, forward / 8))
         else:
             self._small.append(max(seconds - self.steps.ratio * forward, 0.0))

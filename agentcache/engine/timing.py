@@ -25,7 +25,7 @@ __all__ = ["time_runtime"]
 _TOKEN: Final = 5  # any ordinary token
 _REPS: Final = 3
 _FORWARDS: Final = ((4, 0), (64, 0), (64, 2048), (256, 0), (8, 4096), (256, 2048), (640, 0))  # (rows, rows before them)
-_FIRST: Final = 4  # forwards that are timed on every machine, however slow
+_FIRST: Final = 3  # forwards that are timed on every machine, however slow
 _OBJECTS: Final = ((16, 1), (16, 16), (OBJECT_TOKENS, 1), (OBJECT_TOKENS, 8))  # (rows of an object, objects)
 
 

@@ -230,10 +230,13 @@ def test_a_load_is_followed_by_policy():
     assert costs.steps.ratio == 1
 
 
-def test_a_load_that_is_a_small_part_of_its_step_tells_nothing():
+def test_a_step_with_a_small_load_tells_of_the_step():
     costs = model()
-    costs.observe_step([(0, 1000)], 5.0, ("edit_local", 1e-4))
+    forward = costs.forward_s(work_of([(0, 1000)]))
+    for _ in range(40):
+        costs.observe_step([(0, 1000)], 2 * forward + 0.1 * forward, ("edit_local", 0.1 * forward))
     assert not costs.loads
+    assert costs.steps.ratio == pytest.approx(2, rel=0.01)
 
 
 def test_a_slow_tier_is_known_after_a_few_fetches():
