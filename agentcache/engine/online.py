@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentcache.engine.attention_probe import ASKING_ROWS
 from agentcache.engine.hooks import Seen, forward_until, run_order, watch
 from agentcache.engine.mean_shift import shift_means
 from agentcache.engine.oracle import Oracle
@@ -178,11 +179,11 @@ class OnlineRepair:
         caught: list[torch.Tensor] = []
 
         def see(_: int, seen: Seen) -> None:
-            caught.append(seen.q[first : first + len(query)].clone())
+            caught.append(seen.q[first : first + len(query)][-ASKING_ROWS:].clone())
 
         with watch([runtime.pages[layer].layer for layer in layers], see):
             runtime.segments.forward(last)
-        positions = torch.arange(end, end + len(query))
+        positions = torch.arange(end, end + len(query))[-ASKING_ROWS:]
         mass = torch.zeros(end + len(query))
         for layer, queries in zip(layers, caught, strict=True):
             mass += runtime.layer_mass(layer, queries, positions, table, len(mass))

@@ -25,8 +25,8 @@ class Attended(OnlinePolicy):
     """Lossy: recomputes the small blocks of the aligned suffix that the query attends to most, and a short window after each edit.
 
     Ours. The query, the prompt's last message or its last rows, is never reused; it asks the stale rows, with the edit and
-    the windows fresh, in the forward that computes those. Blocks are ranked by their mean attention over all query rows, heads
-    and four layers of the second half: contiguous blocks recover at 32 to 64 tokens what single tokens of the same scores do
+    the windows fresh, in the forward that computes those. Blocks are ranked by the mean attention of the query's last rows, over
+    heads and four layers of the second half: contiguous blocks recover at 32 to 64 tokens what single tokens of the same scores do
     not (formulas, the table below EditLocal). The cost is that of up to 32 rows more in a forward, and of the scores.
 
     Where nothing asks, `by="deviation"` ranks by how far values deviate at the check layer instead, which costs the layers

@@ -86,7 +86,7 @@ class Signals:
 
     Attributes:
         done: bool `[new_len]`: rows of S that are recomputed already, or will be whatever is chosen now.
-        query: Mean attention of the query rows on each row, over their heads and the sampled layers.
+        query: Mean attention of the query's last rows on each row, over heads and a few layers.
         key_deviation: `‖fresh − stale‖ / ‖fresh‖` of keys at the check layer (AgentKVShift 1).
         value_deviation: The same of values.
         key_error: `‖fresh − stale‖²` of keys at the check layer (CacheBlend).

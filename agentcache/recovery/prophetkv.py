@@ -23,8 +23,9 @@ class ProphetKV(OnlinePolicy):
     """Lossy: recomputes the tokens of the aligned suffix that the query attends to most, one by one.
 
     The Attention policy of EditLocal's comparison: reused tokens are ranked by the attention that the user's query pays them
-    over the stale cache, here over all query rows, heads and layers. The query itself is always recomputed. The cost is that of
-    up to 32 rows more in a forward, and of the scores.
+    over the stale cache, here of its last rows, over heads and four layers of the second half, which tell more than all rows and
+    layers do (`engine.attention_probe.query_layers`). The query itself is always recomputed. The cost is that of up to 32 rows
+    more in a forward, and of the scores.
 
     Attributes:
         share: Share of S that is recomputed. ProphetKV needs 0.45 to 0.55 on LoCoMo (AgentKVShift's measure).

@@ -114,7 +114,7 @@ def slow_query_attention(engine: Engine, stale: Any, query: list[int], fresh: ra
         k = keys[layer].repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", asked.double(), k.double()) * runtime.pages[layer].layer.impl.scale
         seen = torch.arange(len(ids))[None] <= torch.arange(end, len(ids))[:, None]
-        mass = scores.masked_fill(~seen, float("-inf")).softmax(-1).mean((0, 1))
+        mass = scores.masked_fill(~seen, float("-inf")).softmax(-1)[:, -8:].mean((0, 1))
         total += mass[:end].numpy()
     return total / len(runtime.query_layers)
 
