@@ -1,7 +1,7 @@
 """`agentcache bench auto`: policy `auto` against prefix caching and against its own candidate, over many real edits.
 
 Every arm starts from the same state: vLLM holds the prefix before the edit, the checkpoint holds the parent version. The arms
-of an edit follow one another, in an order that changes with every edit.
+of an edit follow one another, in an order that changes every time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.edits import Task, make_edits
 from agentcache.recovery import get_policy
 from agentcache.recovery.spec import parse_policy
-from agentcache.reply import Reply
+from agentcache.reply import RecoveryReport
 
 __all__ = ["TokenEdit", "measured", "run", "short_suffix", "summary", "token_edits"]
 
@@ -112,8 +112,9 @@ def _common(old: Sequence[int], new: Sequence[int]) -> int:
 
 
 class _Bench:
-    def __init__(self, cache: AgentCache, candidate: str, margin: float) -> None:
+    def __init__(self, cache: AgentCache, candidate: str, margin: float, reps: int) -> None:
         self.cache = cache
+        self.reps = reps
         name, options = parse_policy(candidate)
         self.arms: dict[str, tuple[str, dict[str, Any]]] = {
             _BASE: (_BASE, {}),
@@ -122,29 +123,33 @@ class _Bench:
         }
 
     def measure(self, edit: TokenEdit, number: int) -> dict[str, Any]:
-        """Returns what one edit took by each arm."""
+        """Returns what one edit took by each arm, and what `auto` chose last."""
         empty_prefix_cache(self.cache)
         episode = self.cache.episode(f"{edit.id}/{number}")
         parent = episode.generate(edit.old, max_tokens=1).version
-        arms = [*self.arms]
-        replies: dict[str, Reply] = {}
-        for arm in arms[number % 3 :] + arms[: number % 3]:
-            empty_prefix_cache(self.cache)
-            # The prefix comes back from the checkpoint, exactly, and vLLM finds it as any other that it has computed.
-            if edit.prefix:
-                episode.generate(edit.new[: edit.prefix], max_tokens=1, policy=_BASE, parent=parent, save=False)
-            policy, options = self.arms[arm]
-            replies[arm] = episode.generate(
-                edit.new,
-                max_tokens=1,
-                policy=policy,
-                policy_options=options,
-                parent=parent,
-                save=False,
-                salt=f"{number}/{arm}",
-            )
+        arms, times = [*self.arms], dict[str, list[float]]()
+        recovery: RecoveryReport | None = None
+        for rep in range(self.reps):
+            turn = (number + rep) % len(arms)
+            for arm in arms[turn:] + arms[:turn]:
+                empty_prefix_cache(self.cache)
+                # The prefix comes back from the checkpoint, exactly, and vLLM finds it as any other that it has computed.
+                if edit.prefix:
+                    episode.generate(edit.new[: edit.prefix], max_tokens=1, policy=_BASE, parent=parent, save=False)
+                policy, options = self.arms[arm]
+                reply = episode.generate(
+                    edit.new,
+                    max_tokens=1,
+                    policy=policy,
+                    policy_options=options,
+                    parent=parent,
+                    save=False,
+                    salt=f"{number}/{rep}/{arm}",
+                )
+                times.setdefault(arm, []).append(reply.ttft_ms)
+                if arm == "auto":
+                    recovery = reply.recovery
         episode.drop()
-        recovery = replies["auto"].recovery
         assert recovery is not None
         return {
             "id": edit.id,
@@ -152,7 +157,7 @@ class _Bench:
             "tokens": len(edit.new),
             "prefix_tokens": edit.prefix,
             "suffix_tokens": edit.suffix,
-            "ttft_ms": {arm: round(reply.ttft_ms, 3) for arm, reply in replies.items()},
+            "ttft_ms": {arm: round(float(np.median(taken)), 3) for arm, taken in times.items()},
             "chosen": recovery.policy,
             "estimate": recovery.estimate,
             "reason": recovery.reason,
@@ -201,6 +206,7 @@ def run(
     candidate: str,
     margin: float,
     edits: int,
+    reps: int,
     data: str,
     seed: int,
     max_tokens: int,
@@ -215,6 +221,7 @@ def run(
         candidate: `auto`'s other policy, `name:option=value:…`.
         margin: Of `auto`.
         edits: How many.
+        reps: Times that each arm resumes each edit; medians count.
         data: File or folder of `profiling.datasets`, or `sample`.
         seed: Another one makes other edits.
         max_tokens: Longest prompt; what is longer is cut.
@@ -232,6 +239,7 @@ def run(
         "candidate": candidate,
         "margin": margin,
         "edits": edits,
+        "reps": reps,
         "data": dataset.name,
         "data_hash": dataset.hash,
         "seed": seed,
@@ -241,7 +249,7 @@ def run(
     engine = {"attention": True}  # of the parents, off the token path: for the candidates that rank by it
     with AgentCache(model, dtype="bfloat16", max_model_len=max_tokens + 64, connector=engine) as cache:
         chosen = token_edits(cache, dataset.tasks, edits + _WARM, seed)
-        bench = _Bench(cache, candidate, margin)
+        bench = _Bench(cache, candidate, margin, reps)
         for number, edit in enumerate(chosen[edits:]):
             bench.measure(edit, number)
         for number in track(range(len(done), edits), description="measuring", console=console, transient=True):

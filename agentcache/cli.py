@@ -183,6 +183,7 @@ def bench_auto(
     ] = "edit_local",
     margin: Annotated[float, typer.Option(help="Share of prefix caching's time that it must save.")] = 0.1,
     edits: Annotated[int, typer.Option(min=1, help="Random edits of real prompts.")] = 100,
+    reps: RepsOption = 2,
     data: Annotated[
         str, typer.Option(help="File or folder of a public data set, as for `agentcache profile`, or `sample`.")
     ] = "sample",
@@ -203,6 +204,7 @@ def bench_auto(
         candidate=candidate,
         margin=margin,
         edits=edits,
+        reps=reps,
         data=data,
         seed=seed,
         max_tokens=max_tokens,
