@@ -10,6 +10,7 @@ Nothing here knows a clock: the same measurements give the same profile.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from agentcache.profiling.calibrate import choose_candidate, choose_precision, low_bit_limit, threshold_pairs
+from agentcache.profiling.calibrate import TOLERANCE, choose_candidate, choose_precision, low_bit_limit, threshold_pairs
 from agentcache.profiling.fit import drift_curves, fit_length
 from agentcache.profiling.measure import Found, Pair, Wanted, training_pair
 from agentcache.profiling.profile import (
@@ -42,6 +43,9 @@ scales). On SmolLM2, at 4k tokens with the edit at 30 %, they give windows of 17
 with any κ is more than a tenth of the suffix."""
 
 KAPPAS: Final = (0.0, 0.015, 0.05)
+"""κ that are tried. 0 is there to compare with and is not chosen (**choice**): that a far token carries what was edited is rare in
+edits of real text and decides the answer where it happens (EditLocal, derived items), so the least share is kept as insurance."""
+
 BLOCKS: Final = (16, 32)
 _KAPPA, _BLOCK = 0.015, 32  # the paper's, by which τ_V is chosen first
 
@@ -141,7 +145,7 @@ def assemble(trained_on: Measured, calibration: Measured, trained: Trained) -> d
     ]
     fit = trained.fits[first.index(choose_candidate(first))]
     candidates = _candidates(fit, calibration)
-    chosen = choose_candidate(candidates)
+    chosen = choose_candidate([each for each in candidates if each.kappa > 0])
     layers = trained_on[0][1]["layers"]
     return {
         "attention_layers": tuple(layers),
@@ -150,6 +154,7 @@ def assemble(trained_on: Measured, calibration: Measured, trained: Trained) -> d
         "kappa": chosen.kappa,
         "block": chosen.block,
         "candidates": candidates,
+        "tolerance": TOLERANCE,
         "quality_unit": QUALITY_UNIT,
         "precision": _precision(trained, calibration),
         "sensitivity": _sensitivity(trained_on),
@@ -183,7 +188,7 @@ def _arm(found: Found, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precision(trained: Trained, calibration: Measured) -> Precision:
-    """Returns the smallest payload that loses no more than 8 bits everywhere (**choice** of the quality target)."""
+    """Returns the smallest payload that keeps the quality within the tolerance of κ; none is larger than 8 bits everywhere."""
 
     def mean(name: str, at: int) -> float:
         return round(float(np.mean([found["precisions"][at][name] for _, found in calibration])), 9)
@@ -198,7 +203,9 @@ def _precision(trained: Trained, calibration: Measured) -> Precision:
         )
         for at, how in enumerate(trained.precisions, start=1)
     ]
-    chosen = choose_precision(candidates, target_kl=mean("kl", 0))
+    eight_bits = mean("bytes", 0)
+    smaller = [each for each in candidates if each.bytes_share < eight_bits] or candidates
+    chosen = choose_precision(smaller, target_kl=-math.log1p(-TOLERANCE / 100))
     return Precision(
         tau_low=chosen.tau_low,
         tau_high=chosen.tau_high,

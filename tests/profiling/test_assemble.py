@@ -110,26 +110,29 @@ def test_tau_v_is_the_cheapest_that_loses_no_data_set(
     assert assemble(training, calibration, trained)["length"].tau_v == trained.fits[chosen].tau_v
 
 
-def test_kappa_is_the_cheapest_that_loses_no_data_set(
-    training: Measured, trained: Trained, calibration: Measured
+@pytest.mark.parametrize(("kl_of_least", "chosen"), [(0.001, KAPPAS[1]), (0.003, KAPPAS[1]), (0.01, KAPPAS[2])])
+def test_kappa_is_the_cheapest_above_0_that_loses_no_data_set(
+    training: Measured, trained: Trained, calibration: Measured, kl_of_least: float, chosen: float
 ) -> None:
     for _, found in calibration:
         for arm in found["arms"]:
             options = arm["options"]
-            arm["kl"] = 0.01 if options["kappa"] == 0 else 0.001
+            arm["kl"] = kl_of_least if options["kappa"] == KAPPAS[1] else 0.001
             arm["computed"] = 1000 * options["kappa"] + options["block"]
     parts = assemble(training, calibration, trained)
-    assert (parts["kappa"], parts["block"]) == (KAPPAS[1], BLOCKS[0])
+    assert (parts["kappa"], parts["block"]) == (chosen, BLOCKS[0])
 
 
-def test_precision_takes_the_fewest_bytes_that_lose_no_more_than_eight_bits(
-    training: Measured, trained: Trained, calibration: Measured
+@pytest.mark.parametrize(("first", "best"), [(0.55, 4), (0.51, 3)])
+def test_precision_takes_the_fewest_bytes_within_the_tolerance(
+    training: Measured, trained: Trained, calibration: Measured, first: float, best: int
 ) -> None:
+    """0.25 points are 0.0025 nats; the last ones lose more."""
     for _, found in calibration:
         for at, how in enumerate(found["precisions"]):
-            how |= {"kl": 0.002 if at in (0, 3, 4) else 0.003, "bytes": 0.6 - at / 100}
+            how |= {"kl": 0.002 if at <= best else 0.003, "bytes": first - at / 100}
     chosen = assemble(training, calibration, trained)["precision"]
-    want = trained.precisions[3]
+    want = trained.precisions[best - 1]
     assert (chosen.tau_low, chosen.tau_high) == (want["tau_low"], want["tau_high"])
     assert (
         chosen.low_bit_residual
@@ -137,6 +140,14 @@ def test_precision_takes_the_fewest_bytes_that_lose_no_more_than_eight_bits(
         >= max(residual for _, found in training for residual in found["stored"]["residual"])
     )
     assert len(chosen.candidates) == len(trained.precisions)
+
+
+def test_precision_is_never_larger_than_eight_bits(training: Measured, trained: Trained, calibration: Measured) -> None:
+    for _, found in calibration:
+        for at, how in enumerate(found["precisions"]):
+            how |= {"kl": 0.001 if at == 1 else 0.004, "bytes": {0: 0.5, 1: 0.6}.get(at, 0.45)}
+    chosen = assemble(training, calibration, trained)["precision"]
+    assert (chosen.tau_low, chosen.tau_high) != (trained.precisions[0]["tau_low"], trained.precisions[0]["tau_high"])
 
 
 def test_coverage_is_of_the_calibration_edits(training: Measured, trained: Trained, calibration: Measured) -> None:
