@@ -118,12 +118,14 @@ class SchedulerHalf:
         seek = None if self.tier is None else self.tier.seek
         found = find_versions(params, self.index.lookup, self._running, seek, state.searches)
         if state.searches and state.sought_at is None:
-            state.recovery.tier, state.sought_at = "store", time.perf_counter()
+            state.sought_at = time.perf_counter()
         if found is None:
             self._seeking[request.request_id] = request
             return
+        if any(search.version is not None for search in state.searches.values()):
+            state.recovery.tier = "store"
         state.missed = complaint(params, found)
-        state.recovery.lost_sources = [name for name in params.sources if isinstance(found[name], str)]
+        state.recovery.lost_sources = [name for name in dict.fromkeys(params.sources) if isinstance(found[name], str)]
         state.say(None)
         started = time.perf_counter()
         composition = draw_on(request.prompt_token_ids, params, found)

@@ -479,6 +479,8 @@ def test_chunks_come_up_from_the_store_and_their_rows_go_down_with_the_version(s
     assert (recovery.restored_tokens, recovery.lost_sources) == (219, ["gone"])
     assert recovery.fetch_ms > 0
     assert answer.tokens == calm.tokens
+    warm = engine.ask(PROMPT, drawing("w", sources=["a", "gone", "gone"]))
+    assert (warm.recovery.tier, warm.recovery.lost_sources) == ("memory", ["gone"]), "nothing came from there"
     stored = {name: stores(engine)[0].find("default", name) for name in ("a", "b", "v")}
     keys = {name: {entry.key for entry in manifest.objects} for name, manifest in stored.items()}
     assert keys["v"] & keys["a"]
