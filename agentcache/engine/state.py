@@ -98,7 +98,7 @@ class RequestState:
         recovery.new_tokens = recovery.prompt_tokens - plan.load_end
         recovery.suffix_tokens = plan.suffix_tokens
         recovery.count_reuse()
-        recovery.planned_ratio = recovery.recompute_ratio
+        recovery.planned_ratio = round(plan.planned_tokens / plan.suffix_tokens, 6) if plan.suffix_tokens else 0.0
         assert self.composition is not None
         used = self.composition.used_by(plan.restore, keep_base=False)
         recovery.sources = [v.version_id for v in used.versions if v.version_id != recovery.parent]

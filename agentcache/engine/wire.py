@@ -98,7 +98,7 @@ class Recovery(BaseModel):
         reused_tokens: |F|: aligned tokens after the edit that were restored.
         source_tokens: Of F, those of sources.
         suffix_tokens: |S|: aligned tokens after the edit, wherever they were computed.
-        planned_ratio: Share of S that the plan recomputed, before rows were chosen in the worker or lost.
+        planned_ratio: Share of S that the policy set out to recompute, before it was rounded to blocks.
         recompute_ratio: Share of S that was computed again, by us or by vLLM.
         new_tokens: |N|: what vLLM itself computed.
         local_tokens: Of P, X, R and F, those found in vLLM's own prefix cache.

@@ -66,6 +66,15 @@ class RecoveryPolicy(ABC):
         The planner clips them to the aligned suffix.
         """
 
+    def planned_tokens(self, context: PolicyContext, selected: int) -> int:  # noqa: ARG002
+        """Returns how many tokens of S the policy sets out to recompute: before they are rounded to blocks, if it does that.
+
+        Args:
+            context: What it was shown.
+            selected: Tokens of S that it selected from that.
+        """
+        return selected
+
 
 class Signal(StrEnum):
     """What an online policy may have measured on the stale rows; each costs time inside TTFT."""
@@ -144,6 +153,10 @@ class OnlinePolicy(RecoveryPolicy):
         """Whether chosen rows are copied from the full prefill instead of recomputed; needs `Signal.EFFECT`."""
         return False
 
+    def planned_tokens(self, context: PolicyContext, selected: int) -> int:
+        """Returns the tokens that it selected, and the most that it may choose."""
+        return min(selected + self.most(context), sum(run.length for run in context.diff.suffix))
+
     @abstractmethod
     def most(self, context: PolicyContext) -> int:
         """Returns how many tokens `choose` takes at most, in all rounds: what the scheduler reckons with."""
@@ -172,6 +185,7 @@ class RecoveryPlan:
         repair_tokens: |R|.
         reused_tokens: |F|.
         suffix_tokens: |S|, also beyond `load_end`.
+        planned_tokens: Tokens of S that the policy set out to recompute, see `RecoveryPolicy.planned_tokens`.
         digest: Names the plan: equal plans have equal digests.
     """
 
@@ -186,4 +200,5 @@ class RecoveryPlan:
     repair_tokens: int = 0
     reused_tokens: int = 0
     suffix_tokens: int = 0
+    planned_tokens: int = 0
     digest: str = field(default="")

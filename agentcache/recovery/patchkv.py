@@ -102,6 +102,23 @@ class PatchKV(RecoveryPolicy):
             chosen = np.concatenate([chosen, rank(stored_attention(context, self.name), candidates, chosen)])
         return block_runs(chosen, self.block)
 
+    def planned_tokens(self, context: PolicyContext, selected: int) -> int:
+        """Returns |D ∪ H|, before R is rounded to blocks (formulas 12); H counted in blocks is as many blocks' tokens."""
+        diff = context.diff
+        if not selected:
+            return 0
+        suffix = suffix_rows(diff)
+        dirty = self._dirty(diff, suffix)
+        rest = suffix & ~dirty & unasked_rows(diff, self.query)
+        if self.count == "tokens":
+            share = share_of(self.kappa, int(np.count_nonzero(rest)))
+        else:
+            clean = by_block(rest, self.block, fill=False).any(axis=1) & ~by_block(dirty, self.block, fill=False).any(
+                axis=1
+            )
+            share = share_of(self.kappa, int(np.count_nonzero(clean))) * self.block
+        return min(int(np.count_nonzero(dirty)) + share, selected)
+
     def _dirty(self, diff: PromptDiff, suffix: Mask) -> Mask:
         """Returns D, bool `[T]`."""
         runs = diff.suffix

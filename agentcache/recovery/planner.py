@@ -54,12 +54,16 @@ def plan(
     assert limit >= 0, f"limit is a number of rows, got {limit}"
     diff = context.diff
     lost = merge_runs(missing)
+    suffix = sum(run.length for run in diff.suffix)
     restore: tuple[AlignedRun, ...]
     if policy.exact:
+        planned = suffix
         end = min(diff.prefix, parent_exact_end, limit, *(run.start for run in lost[:1]))
         restore = (AlignedRun(0, 0, end),) if end > 0 else ()
     else:
         selected = merge_runs((index(start), index(stop)) for start, stop in policy.select(context))
+        in_suffix = (part for run in diff.suffix for part in clip_runs(selected, run.new_start, run.new_stop))
+        planned = policy.planned_tokens(context, run_tokens(in_suffix))
         restore = tuple(_restorable(diff, selected, lost, limit))
     load_end = restore[-1].new_stop if restore else 0
     recompute = complement(((run.new_start, run.new_stop) for run in restore), load_end)
@@ -80,7 +84,8 @@ def plan(
         fresh_tokens=fresh,
         repair_tokens=load_end - prefix - fresh - reused,
         reused_tokens=reused,
-        suffix_tokens=sum(run.length for run in diff.suffix),
+        suffix_tokens=suffix,
+        planned_tokens=planned,
         digest=_digest(policy, restore, recompute, load_end),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from agentcache.errors import ConfigError
 from agentcache.recovery import LengthModel, PatchKV, PolicyContext, get_policy, plan
 from agentcache.recovery.length_model import length_features
-from agentcache.types import PromptDiff, Run
+from agentcache.types import AlignedRun, PromptDiff, Run
 from tests.recovery.contexts import UNTIMED, contexts, covered, edited, selected, suffix, unasked
 
 coefficients = st.tuples(*[st.floats(-2, 2)] * 7)
@@ -207,3 +208,17 @@ def test_a_plan_of_patchkv_recomputes_window_and_peak_and_restores_the_rest() ->
     made = plan(PatchKV(window=64, kappa=0.01), edited(attention=attention), parent_exact_end=1000, limit=1009)
     assert made.recompute == (Run(300, 384), Run(672, 704))
     assert (made.first_approximate, made.repair_tokens) == (384, 96)
+
+
+@pytest.mark.parametrize(("count", "planned"), [("tokens", 40 + 35), ("blocks", 40 + 62)])
+def test_what_it_sets_out_to_recompute_is_not_rounded_to_blocks(
+    count: Literal["tokens", "blocks"], planned: int
+) -> None:
+    diff = PromptDiff(500, 510, (AlignedRun(0, 0, 100), AlignedRun(110, 120, 390)))
+    attention = np.linspace(0, 1, 510, dtype=np.float32)
+    shown = PolicyContext(diff, np.arange(510, dtype=np.int32), attention=attention)
+    policy = PatchKV(window=40, kappa=0.1, count=count, query=0)
+    made = plan(policy, shown, parent_exact_end=500, limit=509)
+    # D ends with block 4. Of the 350 rows and 11 blocks behind it, the last ones are attended to most: all of blocks 14 and 15.
+    assert made.planned_tokens == planned
+    assert made.repair_tokens + (510 - made.load_end) == 40 + 62
