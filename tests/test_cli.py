@@ -44,6 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
         ("agentcache.demo", "run_demo"),
         ("agentcache.doctor", "run_doctor"),
         ("agentcache.bench_resume", "run"),
+        ("agentcache.bench_auto", "run"),
         ("agentcache.bench_load", "run"),
         ("agentcache.bench_store", "run"),
     ):
@@ -145,6 +146,31 @@ def test_bench_resume_passes_its_options(run: Run, calls: list[Any]) -> None:
 @pytest.mark.parametrize("options", ["--edit-at 1", "--edit-at 0", "--reps 0", "--context 12", "--policies ,"])
 def test_bench_resume_refuses_what_it_cannot_measure(options: str, run: Run, calls: list[Any]) -> None:
     assert run("bench", "resume", *options.split()) == 2
+    assert calls == []
+
+
+def test_bench_auto_passes_its_options(run: Run, calls: list[Any]) -> None:
+    options = "--model m --candidate attended:k=48 --margin 0.2 --edits 9 --reps 3 --data d --seed 4 --max-tokens 999 --json o.json"
+    assert run("bench", "auto", *options.split(), "--resume") == 0
+    [(_, named)] = calls
+    del named["console"]
+    assert named == {
+        "model": "m",
+        "candidate": "attended:k=48",
+        "margin": 0.2,
+        "edits": 9,
+        "reps": 3,
+        "data": "d",
+        "seed": 4,
+        "max_tokens": 999,
+        "json_path": Path("o.json"),
+        "resume": True,
+    }
+
+
+@pytest.mark.parametrize("options", ["--edits 0", "--reps 0", "--max-tokens 9", "--resume"])
+def test_bench_auto_refuses_what_it_cannot_measure(options: str, run: Run, calls: list[Any]) -> None:
+    assert run("bench", "auto", *options.split()) == 2
     assert calls == []
 
 

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from agentcache import bench_load, bench_resume
+from agentcache import bench_auto, bench_load, bench_resume
 from agentcache.demo import run_demo
 from agentcache.doctor import run_doctor
 from tests.models import make_tiny
@@ -58,6 +58,31 @@ def test_bench_resume_writes_its_json(tiny, console, tmp_path):
     # vLLM's own hit ends at a block, the rest of P and F comes from the checkpoint.
     assert rows["edit_local"]["restored_tokens"] == 607 - 180 // 32 * 32 - 72
     assert "edit_local" in text(console)
+
+
+@pytest.mark.slow
+def test_bench_auto_goes_on_with_its_json(tiny, console, tmp_path):
+    path = tmp_path / "out.json"
+    how = {
+        "model": tiny,
+        "candidate": "edit_local:k=16",
+        "margin": 0.1,
+        "edits": 3,
+        "reps": 1,
+        "data": "sample",
+        "seed": 2,
+    }
+    whole = bench_auto.run(**how, max_tokens=900, json_path=path, resume=False, console=console)
+    result = json.loads(path.read_text())
+    assert result["summary"]["edits"] == len(result["measured"]) == 3
+    assert {"median_ratio", "ratio_of_medians", "saving_share"} <= result["summary"].keys()
+    for edit in result["measured"]:
+        assert edit["ttft_ms"].keys() == {"prefix_cache", "edit_local:k=16", "auto"}
+        assert edit["chosen"] in ("prefix_cache", "edit_local")
+    path.write_text(json.dumps({**result, "measured": result["measured"][:2]}))
+    again = bench_auto.run(**how, max_tokens=900, json_path=path, resume=True, console=console)
+    assert again["measured"][:2] == whole["measured"][:2]
+    assert [edit["id"] for edit in again["measured"]] == [edit["id"] for edit in whole["measured"]]
 
 
 @pytest.mark.slow
