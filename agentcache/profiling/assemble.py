@@ -52,14 +52,14 @@ _KAPPA, _BLOCK = 0.015, 32  # the paper's, by which τ_V is chosen first
 REPLY_TOKENS: Final = 8
 """Next tokens after the first that recoveries are compared on: one token alone says little of a reply."""
 
-QUALITY_UNIT: Final = "probability that tokens of the exact distribution keep, geometric mean, %"
-"""100·exp(−KL), KL averaged over the tokens and pairs of a data set."""
+QUALITY_UNIT: Final = "probability that exact tokens keep, %"
+"""100·exp(−KL), KL averaged over the tokens and pairs of a data set: the geometric mean over tokens of the exact distribution."""
 
 ALPHA: Final = 0.5
 """α (**choice**): what one block in 4 bits does to the next tokens drowns in what 16-bit arithmetic rounds, so that no pair tells."""
 
 BLOCKS_IN_FOUR_BITS: Final = 4
-_SHOWN_BLOCKS = 200  # of them in the profile
+_SHOWN_BLOCKS = 240  # of them in the profile, about
 
 Measured = Sequence[tuple[Pair, Found]]
 
@@ -216,11 +216,12 @@ def _precision(trained: Trained, calibration: Measured) -> Precision:
 
 
 def _sensitivity(measured: Measured) -> tuple[BlockSensitivity, ...]:
-    blocks = [block for _, found in measured for block in found["blocks"]]
-    kept = blocks[:: -(-len(blocks) // _SHOWN_BLOCKS)] if blocks else []
+    """Returns the blocks of all pairs, or of every second, third … one when those are many."""
+    step = max(1, math.ceil(sum(len(found["blocks"]) for _, found in measured) / _SHOWN_BLOCKS))
     return tuple(
         BlockSensitivity(start=each["start"], risk=each["risk"], residual=each["residual"], kl=each["kl"])
-        for each in kept
+        for _, found in measured[::step]
+        for each in found["blocks"]
     )
 
 
