@@ -71,7 +71,8 @@ def measure_pair(
 
     Returns:
         `lengths`; `layers`: L_d; `last`: lengths and block deviations of the aligned run that ends the prompt; `curve`: drift by
-        distance and layer; `stored`: each old block's attention and risk; `placed`: attention by block of the new prompt; `arms`, `precisions`, `blocks`: distances of the next tokens from the exact ones.
+        distance and layer; `stored`: each old block's attention and risk; `placed`: attention by block of the new prompt; `arms`,
+        `precisions`, `blocks`: distances of the next tokens from the exact ones.
 
     Raises:
         ValueError: Nothing is aligned behind the edit, or the KV cache is too small.
