@@ -18,22 +18,21 @@ from collections.abc import Callable, Sequence, Set
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from agentcache.config import ConnectorConfig
 from agentcache.engine.commits import lineage_salts, salt_request, version_salt
 from agentcache.engine.costs import CostModel, Limits
 from agentcache.engine.durable import DurableTier
 from agentcache.engine.loads import online_order, plan_load
-from agentcache.engine.orders import LoadOrder, SaveOrder, StepOrders, StepReport
+from agentcache.engine.orders import LoadOrder, StepOrders, StepReport
 from agentcache.engine.planning import Estimator, plan_request, refusal
+from agentcache.engine.saves import Saves
 from agentcache.engine.sources import complaint, draw_on, find_versions
 from agentcache.engine.state import RequestState
 from agentcache.engine.step_clock import StepClock
 from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
 from agentcache.recovery.base import RecoveryPlan
 from agentcache.store.compose import Composition
-from agentcache.store.index import CheckpointIndex, Refusal, Version
+from agentcache.store.index import CheckpointIndex, Version
 from agentcache.types import clip_runs, run_tokens
 
 __all__ = ["SchedulerHalf"]
@@ -73,10 +72,10 @@ class SchedulerHalf:
         self.clock = StepClock(self.costs)
         self.index = CheckpointIndex(bytes_per_token=bytes_per_token, budget_bytes=config.memory_bytes)
         self.tier = open_tier(self.index) if open_tier is not None else None
+        self.saves = Saves(config, self.index, self.tier, block_size)
         self._requests: dict[str, RequestState] = {}
         self._seeking: dict[str, Any] = {}  # requests whose parent or sources are sought below memory
         self._running: set[tuple[str, str]] = set()
-        self._saving: dict[str, Version] = {}
         self._fetching: list[tuple[Version, float]] = []  # versions on their way up, and since when they are sought
         self._allocated: list[Any] = []
         self._promised = 0  # tokens that loads of the step being scheduled compute
@@ -289,14 +288,14 @@ class SchedulerHalf:
         orders.scheduled_tokens = scheduled_tokens
         tier = None
         if self.tier is not None:
-            self.tier.poll(idle=not scheduled_tokens and not orders.loads and not self._saving)
+            self.tier.poll(idle=not scheduled_tokens and not orders.loads and not self.saves.open)
             self._end_fetches()
             self._end_seeks()
             self.tier.take_orders(orders)
             tier = self.tier.take_stats()
         orders.drop.extend(self.index.take_dropped())
         if orders.loads or orders.saves or orders.drop or orders.clear or tier is not None or self._news:
-            orders.index = {**self.index.stats(), "open_saves": len(self._saving)}
+            orders.index = {**self.index.stats(), "open_saves": len(self.saves.open)}
             self._news = False
         if tier is not None:
             orders.tier = tier
@@ -306,7 +305,7 @@ class SchedulerHalf:
     def _begin_step(self, orders: StepOrders, runs: Sequence[tuple[int, int]]) -> None:
         """Starts the clock on a step that can be estimated: vLLM's own work, beside at most one load that ends in it."""
         loading = any(state.loading for state in self._requests.values())
-        if not runs or not self.costs.ready or loading or self._saving or len(orders.loads) > 1:
+        if not runs or not self.costs.ready or loading or self.saves.open or len(orders.loads) > 1:
             self.clock.skip()
             return
         load = None
@@ -354,22 +353,8 @@ class SchedulerHalf:
         """Takes in a step's report; returns blocks whose hashes must be evicted because their load failed."""
         for request_id, load in report.loads.items():
             state = self._requests.get(request_id)
-            if state is None:
-                continue
-            state.loading = False
-            recovery = state.recovery
-            recovery.restored_tokens, recovery.restored_bytes = load.restored_tokens, load.restored_bytes
-            recovery.recomputed_tokens = load.recomputed_tokens
-            recovery.lost_tokens += load.lost_tokens
-            recovery.restore_ms, recovery.recompute_ms = load.restore_ms, load.recompute_ms
-            recovery.select_ms = load.select_ms
-            if state.online is not None and state.load is not None:
-                state.note_repaired(load.repaired, state.load.start)
-            recovery.count_reuse()
-            if load.fault is not None:
-                state.say(load.fault)
-            if recovery.lost_tokens:
-                state.say(f"{recovery.lost_tokens} stored rows were lost or corrupt and were recomputed")
+            if state is not None:
+                state.note_load(load)
         if report.timings:
             self.costs.fit(report.timings)
         if report.lost:
@@ -378,7 +363,7 @@ class SchedulerHalf:
             self.index.settle(object_id, size_bytes, tag, lossless=lossless)
         for request_id in report.saved | report.unsaved:
             ok = request_id in report.saved and request_id not in report.unsaved
-            self._end_save(request_id, report.attention.get(request_id), ok=ok)
+            self._news |= self.saves.end(request_id, report.attention.get(request_id), ok=ok)
         for forgotten in report.forget:
             version = self.index.lookup(*forgotten)
             if version is not None:
@@ -405,22 +390,6 @@ class SchedulerHalf:
             state.say("the restore failed in the worker; vLLM computed the rows (see its log)")
             state.give_up(state.matched)
 
-    def _end_save(self, request_id: str, attention: bytes | None, *, ok: bool) -> None:
-        version = self._saving.pop(request_id, None)
-        if version is None:
-            return  # another rank has failed before this one was done
-        self._news = True
-        if ok:
-            codes = None if attention is None else np.frombuffer(attention, dtype=np.uint8)
-            self._keep(version, committed=self.index.commit(version, codes))
-        else:
-            self.index.abort_save(version)
-
-    def _keep(self, version: Version, *, committed: bool) -> None:
-        """Offers a version that was committed to the tier below."""
-        if committed and self.tier is not None:
-            self.tier.save(version)
-
     # -- a request ends ------------------------------------------------------------------------------------------------
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -437,7 +406,10 @@ class SchedulerHalf:
         keep = False
         if state.save and not state.loading:
             assert params is not None
-            keep = self._begin_save(request, state, params, block_ids)
+            order = self.saves.begin(request, state, params, block_ids)
+            if order is not None:
+                self._orders.saves.append(order)
+            keep = order is not None
         for version in state.composition.versions if state.composition is not None else ():
             self.index.unpin(version)
         note = recovery.model_dump(mode="json")
@@ -445,55 +417,10 @@ class SchedulerHalf:
         self._note(state, {name: note[name] for name in ended})
         return keep, {KEY: note}
 
-    def _begin_save(self, request: Any, state: RequestState, params: ResumeParams, block_ids: list[int]) -> bool:
-        # The last sampled token has no KV yet, nor have tokens of a step in flight.
-        computed = min(
-            request.num_computed_tokens - request.num_in_flight_tokens,
-            request.num_tokens - 1,
-            len(block_ids) * self.block_size,
-        )
-        if computed < request.num_prompt_tokens:
-            return False  # aborted in its prefill, or preempted
-        plan = state.plan
-        approximate = state.first_approximate
-        saved = self.index.begin_save(
-            version_id=params.version,
-            namespace=params.namespace,
-            group=params.group,
-            parent=state.parent if plan is not None else None,
-            token_ids=np.asarray(request.all_token_ids[:computed], dtype=np.int32),
-            computed=computed,
-            plan_restore=state.kept() if plan is not None else (),
-            exact_end=computed if approximate is None else approximate,
-            salts=state.salts if approximate is not None else (),
-            composed_of=state.composition.alive if state.composition is not None else (),
-        )
-        if isinstance(saved, Refusal):
-            state.recovery.saved = "refused"
-            state.recovery.reason = state.recovery.reason or saved.reason
-            return False
-        state.recovery.saved = "pending"
-        if not saved.new:
-            self._keep(saved.version, committed=self.index.commit(saved.version))
-            return False
-        self._saving[request.request_id] = saved.version
-        self._orders.saves.append(
-            SaveOrder(
-                request_id=request.request_id,
-                block_ids=list(block_ids),
-                objects=[*saved.new],
-                precision=params.precision or self.config.precision,
-                token_ids=list(request.all_token_ids[:computed]),
-                prompt_tokens=request.num_prompt_tokens,
-                attention=self.config.attention,
-            )
-        )
-        return True
-
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping for us: saves are open or orders wait."""
-        ours = bool(self._saving or self._news or self._orders.cancel or self._orders.clear)
+        ours = bool(self.saves.open or self._news or self._orders.cancel or self._orders.clear)
         return ours or (self.tier is not None and self.tier.busy)
 
     def reset(self) -> None:

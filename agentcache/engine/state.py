@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from agentcache.engine.commits import Salts
 from agentcache.engine.planning import Planned
@@ -13,6 +14,9 @@ from agentcache.store.compose import Composition
 from agentcache.store.extents import LoadExtent
 from agentcache.store.index import Version
 from agentcache.types import AlignedRun, Run, clip_runs, complement, merge_runs, run_tokens
+
+if TYPE_CHECKING:
+    from agentcache.engine.orders import LoadReport
 
 __all__ = ["Load", "RequestState"]
 
@@ -147,3 +151,20 @@ class RequestState:
         recovery.count_reuse()
         recovery.prefix_tokens = local
         recovery.new_tokens = recovery.prompt_tokens - local
+
+    def note_load(self, load: LoadReport) -> None:
+        """Takes in what the workers did for this request."""
+        self.loading = False
+        recovery = self.recovery
+        recovery.restored_tokens, recovery.restored_bytes = load.restored_tokens, load.restored_bytes
+        recovery.recomputed_tokens = load.recomputed_tokens
+        recovery.lost_tokens += load.lost_tokens
+        recovery.restore_ms, recovery.recompute_ms = load.restore_ms, load.recompute_ms
+        recovery.select_ms = load.select_ms
+        if self.online is not None and self.load is not None:
+            self.note_repaired(load.repaired, self.load.start)
+        recovery.count_reuse()
+        if load.fault is not None:
+            self.say(load.fault)
+        if recovery.lost_tokens:
+            self.say(f"{recovery.lost_tokens} stored rows were lost or corrupt and were recomputed")

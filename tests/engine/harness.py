@@ -219,7 +219,7 @@ class Engine:
         assert not self.scheduler.requests
         assert not self.half._requests
         assert not self.half._running
-        assert not self.half._saving
+        assert not self.half.saves.open
         self.half.index.check_integrity()
         assert not self.worker._background
         assert not self.worker.saver.pending
