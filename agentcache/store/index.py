@@ -119,6 +119,7 @@ class CheckpointIndex:
             return self._refuse(f"parent {source.version_id!r}, whose rows it shares, was dropped or is not saved yet")
 
         held = () if source is None else composed_of or (source,)
+        assert all(self._versions.get(shared.key) is shared for shared in held), "rows of versions that are not here"
         inherited = self._inherit(source, ids, computed, plan_restore) if source is not None else ()
         gathered = [*cut_objects(complement(((e.position, e.stop) for e in inherited), computed), exact_end)]
         needed = run_tokens(gathered) * self.bytes_per_token + ids.nbytes

@@ -268,6 +268,18 @@ def test_two_versions_of_one_prompt_do_not_share_approximate_blocks(engine):
     assert third.tokens == first.tokens
 
 
+def test_children_of_an_approximate_parent_do_not_share_their_chunks_blocks(engine):
+    chunks(engine)
+    engine.ask(PROMPT, drawing("v"))
+    encode(engine, "c", text(130, seed=45))
+    prompt = [*PROMPT, *JOIN, *text(130, seed=45), *QUESTION]
+    first = engine.ask(prompt, drawing("w", parent="v", sources=["c"]))
+    other = engine.ask(prompt, drawing("x", "edit_local", parent="v", sources=["c"]))
+    assert first.recovery.local_tokens == other.recovery.local_tokens == len(PROMPT) // BLOCK * BLOCK
+    again = engine.ask(prompt, drawing("y", parent="v", sources=["c"]))
+    assert again.tokens == first.tokens
+
+
 @pytest.mark.parametrize("parent", [None, "v1"])
 def test_the_exact_policy_takes_nothing_of_the_sources(engine, reference, parent):
     first_version(engine)
