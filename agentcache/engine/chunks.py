@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Chunk", "Chunks", "chunk_id"]
 
 _PREFIX = "chunk-"
+_MOST_IDS = 1 << 31  # vLLM knows the vocabulary and refuses what is beyond it
 
 
 class Chunk(NamedTuple):
@@ -115,9 +116,8 @@ class Chunks:
         session = self._session
         self.forget([chunk])
         await session.running().call("agentcache_drop", session.config.namespace, chunk)
-        await self._ask(
-            [0], ResumeParams(version=f"{chunk}?{token_hex(8)}", save=False)
-        )  # a step, which takes the news
+        step = ResumeParams(version=f"{chunk}?{token_hex(8)}", save=False)
+        await self._ask([0], step)  # the workers' reports are taken in with a step
         if session.store is not None:
             gone = await asyncio.to_thread(session.store.delete, session.config.namespace, chunk)
             if isinstance(gone, Refused):
@@ -127,7 +127,10 @@ class Chunks:
         """Returns text as token ids; at the beginning of a prompt with what the tokenizer puts there."""
         if isinstance(text, str):
             return list(map(int, self._session.tokenizer.encode(text, add_special_tokens=begins)))
-        return [int(token) for token in as_ids(text)]
+        ids = as_ids(text)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < _MOST_IDS:
+            raise ConfigError(f"token ids lie from 0 to the vocabulary's end, got {int(ids.min())} to {int(ids.max())}")
+        return [int(token) for token in ids]
 
     async def _is_below(self, name: str, token: int) -> bool:
         """Whether an earlier process has left the chunk in the store below, and this engine can use it."""

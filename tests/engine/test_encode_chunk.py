@@ -107,6 +107,8 @@ async def test_context_and_namespace_make_another_chunk(cache: AsyncAgentCache) 
         ([7] * 1024, [8] * 1024, r"1024 tokens behind 1024 .*Cut it"),
         ([[7]], None, "flat sequence of integers"),
         ([10**7], None, "vocabulary"),
+        ([5, -1], None, "got -1 to 5"),
+        ([5, 1 << 40], None, "from 0 to the vocabulary's end"),
     ],
 )
 async def test_what_is_no_chunk_is_refused(cache: AsyncAgentCache, text: Any, context: Any, reason: str) -> None:
