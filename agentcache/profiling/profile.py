@@ -292,6 +292,10 @@ class Profile(_Part):
             known = {"kappa": self.kappa, "block": self.block, **known}
             if given.get("window") is None:  # a fixed window stands in for the length model
                 known["length_model"] = self.length.model.to_text()
+        if policy == "frontier":  # rows agree where the length model would call them clean
+            known = {"threshold": round(1 - self.length.tau_v, 6), **known}
+            if given.get("first") is None:
+                known["length_model"] = self.length.model.to_text()
         return {**known, **given}
 
     @classmethod

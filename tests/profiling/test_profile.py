@@ -107,8 +107,15 @@ def test_what_the_user_gives_is_kept() -> None:
     fixed = profile.options_for("patchkv", {"window": 64})
     assert "length_model" not in fixed
     get_policy("patchkv", fixed)
-    assert profile.options_for("frontier") == {"cosine": 0.998}
-    assert profile.options_for("frontier", {"cosine": 0.9}) == {"cosine": 0.9}
+    options = profile.options_for("frontier")
+    assert options == {
+        "cosine": 0.998,
+        "threshold": round(1 - profile.length.tau_v, 6),
+        "length_model": profile.length.model.to_text(),
+    }
+    assert profile.options_for("frontier", {"threshold": 0.9})["threshold"] == 0.9
+    assert "length_model" not in profile.options_for("frontier", {"first": 16})
+    get_policy("frontier", {name: value for name, value in options.items() if name != "cosine"})
 
 
 def test_a_policy_that_the_profile_knows_nothing_of_keeps_its_own_options() -> None:
