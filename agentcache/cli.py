@@ -133,6 +133,9 @@ def resume(
         ),
     ] = "prefix_cache,direct_reuse,edit_local",
     reps: RepsOption = 7,
+    profile: Annotated[
+        Path | None, typer.Option(help="The model's profile; by default the one that ships, if there is one.")
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Time the resume of an edited prompt under each policy: from the call to the first token."""
@@ -147,6 +150,7 @@ def resume(
         edit_at=edit_at,
         policies=names,
         reps=reps,
+        profile=profile,
         json_path=json_path,
         console=Console(),
     )

@@ -129,7 +129,7 @@ def test_doctor_exits_with_1_when_something_does_not_work(
 
 
 def test_bench_resume_passes_its_options(run: Run, calls: list[Any]) -> None:
-    options = "--model m --context 2048 --edit-at 0.5 --policies prefix_cache,edit_local --reps 9 --json out.json"
+    options = "--model m --context 2048 --edit-at 0.5 --policies prefix_cache,edit_local --reps 9 --json out.json --profile p.json"
     assert run("bench", "resume", *options.split()) == 0
     [(_, named)] = calls
     del named["console"]
@@ -139,6 +139,7 @@ def test_bench_resume_passes_its_options(run: Run, calls: list[Any]) -> None:
         "edit_at": 0.5,
         "policies": ["prefix_cache", "edit_local"],
         "reps": 9,
+        "profile": Path("p.json"),
         "json_path": Path("out.json"),
     }
 
