@@ -42,7 +42,7 @@ def measure(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="The profile.")] = Path("profile.json"),
-    pairs: Annotated[int, typer.Option(min=1, help="Edits to measure.")] = 90,
+    pairs: Annotated[int, typer.Option(min=14, help="Edits to measure.")] = 90,
     seed: Annotated[int, typer.Option(help="Of the edits, and of which tasks train.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=512, help="Longest prompt.")] = 3072,
 ) -> None:

@@ -58,13 +58,13 @@ def test_a_model_is_measured_without_naming_the_command(
             "--out",
             "p.json",
             "--pairs",
-            "12",
+            "15",
             "--seed",
             "3",
         )
         == 0
     )
-    assert asked == [ProfileRun("some/model", Path("p.json"), ("a.jsonl", "sample"), 12, 3)]
+    assert asked == [ProfileRun("some/model", Path("p.json"), ("a.jsonl", "sample"), 15, 3)]
 
 
 def test_the_sample_is_the_default(run: Run, asked: list[ProfileRun]) -> None:
