@@ -162,7 +162,7 @@ class CacheConfig(BaseModel):
         policy: Default recovery policy of every request.
         policy_options: The policy's own settings, e.g. `{"k": 32}`; those that are not given come from the profile.
         profile: File of `agentcache profile`, which policies and mixed precision take their settings from. None: the one that ships
-            for the model, if one does.
+            for the model, if one does, for policies alone.
         dtype: Weight and KV dtype.
         max_model_len: Longest prompt plus reply in tokens; None takes the model's.
         block_size: Tokens a KV block.
@@ -225,7 +225,8 @@ class CacheConfig(BaseModel):
 
     def to_connector(self) -> ConnectorConfig:
         """Returns the connector's settings with what is set here, and the profile's thresholds where none is given."""
-        measured = {} if self.measured is None else self.measured.precision.thresholds
+        # What ships was fitted to prompts of 3k tokens; the thresholds of the code were measured at 8k, and save more there.
+        measured = {} if self.profile is None or self.measured is None else self.measured.precision.thresholds
         given = self.connector.model_dump() | {"host_bytes": self.host_bytes, "store": self.store}
         if "attention" not in self.connector.model_fields_set:
             from agentcache.recovery import reads_attention  # it imports the errors beside this module

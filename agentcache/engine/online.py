@@ -102,11 +102,20 @@ class OnlineRepair:
             self.report.fault = (
                 self.report.fault or f"{self.policy.name} could not choose on another rank; S was recomputed"
             )
-            left, chosen = list(pending), self.rows
+            left, chosen = [Segment(self.order.token_ids, self.blocks, *run) for run in self.planned], self.rows
+        computed = merge_runs([*(Run(s.start, s.stop) for s in left), *chosen, *self._again(chosen)])
         self.report.repaired = merge_runs([*self.report.repaired, *chosen])
         self.report.select_ms += (time.perf_counter() - started) * 1e3
-        merged = merge_runs([*(Run(s.start, s.stop) for s in left), *chosen])
-        return [Segment(self.order.token_ids, self.blocks, a, b) for a, b in merged]
+        return [Segment(self.order.token_ids, self.blocks, a, b) for a, b in computed]
+
+    def _again(self, chosen: Sequence[Run]) -> Iterator[Run]:
+        """Yields rows that were computed before `chosen` ones, and stand behind the first of these: they have read stale rows.
+
+        With one edit there are none: X and its window stand before all that can be chosen.
+        """
+        if chosen:
+            end = len(self.order.token_ids)
+            yield from clip_runs(merge_runs([*self.planned, *self.report.repaired]), min(chosen).start, end)
 
     def _round(self, pending: list[Segment]) -> tuple[list[Segment], list[Run]]:
         """Returns what is still to compute of `pending`, and the rows that were chosen."""
@@ -126,8 +135,9 @@ class OnlineRepair:
             self._stale |= self._values(chosen)
             self._fresh = list(chosen)
         if self.policy.probe_share is not None:
-            self._repair_shifted(pending, chosen)
-            return [], chosen
+            self._repair_shifted(pending, [*chosen])
+            self.report.repaired = merge_runs([*self.report.repaired, *chosen])
+            return [], []
         if self.policy.transplants:
             assert self._oracle is not None, "transplants need effects"
             self._oracle.transplant(chosen)
@@ -266,7 +276,7 @@ class OnlineRepair:
 
     def _repair_shifted(self, pending: list[Segment], chosen: list[Run]) -> None:
         """Computes pending and chosen rows in one forward that shifts the other rows of S at each layer as it goes."""
-        merged = merge_runs([*(Run(s.start, s.stop) for s in pending), *chosen])
+        merged = merge_runs([*(Run(s.start, s.stop) for s in pending), *chosen, *self._again(chosen)])
         batch = [Segment(self.order.token_ids, self.blocks, a, b) for a, b in merged]
         if not batch:
             return

@@ -207,6 +207,20 @@ def test_the_whole_suffix_repaired_is_a_full_prefill(engine, reference, policy, 
     engine.check()
 
 
+@pytest.mark.parametrize(("policy", "options"), ALL[:-1])
+def test_with_several_edits_too_the_whole_suffix_repaired_is_a_full_prefill(engine, reference, policy, options):
+    first_version(engine)
+    engine.forget_local()
+    ids = [*NEW[:160], *text(9, seed=11), *NEW[160:230], *text(5, seed=12), *NEW[240:]]
+    options = {name: value for name, value in options.items() if name != "operator"}
+    answer = engine.ask(ids, lossy("v2", policy=policy, options=options))
+    report = answer.recovery
+    assert report.reason is None and report.reused_tokens == 0 and report.recompute_ratio == 1.0
+    assert_exact(reference, answer)
+    assert engine.stored_error(engine.version("v2"), len(ids)) < 1e-3
+    engine.check()
+
+
 @pytest.mark.parametrize(("policy", "options"), [*ALL[:5], ALL[-1], ("mean_shift", {"share": 0.1})])
 def test_nobody_else_sees_approximate_rows(engine, reference, policy, options):
     first_version(engine)
