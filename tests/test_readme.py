@@ -42,6 +42,15 @@ def test_the_checkpoints_are_the_committed_result():
     assert f"take {ratio:.2f} times the bytes of their distinct tokens on disk, and open in {opened:.1f} s" in flat
 
 
+def test_what_auto_takes_is_the_committed_result():
+    found = json.loads((ROOT / "docs" / "results" / "auto.json").read_text())["summary"]
+    assert found["edits"] == 100
+    flat = " ".join(README.split())
+    where = f"{found['median_ratio_where_exact']:.2f} on the {found['chosen_exact']} that it left exact"
+    assert f"it took {found['median_ratio']:.2f} of prefix caching's time (median; {where})" in flat
+    assert f"{found['saving_share']:.0%}".replace("%", " %") + " of the time that `edit_local` saves" in flat
+
+
 def test_links_lead_to_files():
     for target in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
         assert (ROOT / target).exists(), target
