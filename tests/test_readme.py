@@ -21,13 +21,16 @@ def test_the_table_is_the_committed_result():
     result = json.loads((ROOT / "docs" / "results" / "resume.json").read_text())
     for row in result["rows"]:
         line = (
-            f"| `{row['policy']}` | {row['ttft_ms']['p50']:.0f} ms | {row['speedup']:.1f}× | {row['restored_tokens']} tokens "
-            f"| {row['recomputed_tokens']} tokens | {row['kl_to_exact']:.3f} |"
+            f"| `{row['policy']}` | {row['ttft_ms']['p50']:.0f} ms | {row['speedup']:.1f}× "
+            f"| {row['recomputed_tokens']} tokens | {row['recompute_ratio']:.1%} | {row['kl_to_exact']:.3f} |"
         )
         assert line in README
     flat = " ".join(README.split())
     assert f"takes {result['floor_ms']:.0f} ms and a decode step {result['decode_ms']:.0f} ms" in flat
     assert f"SmolLM2-135M, {result['context']} tokens" in flat
+    assert f"--policies {','.join(row['policy'] for row in result['rows'])} " in flat
+    assert f"measuring attention at a save takes {result['attention']['share']:.1%} of its prefill" in flat
+    assert result["model"] == "smollm2" and result["reps"] == 9
 
 
 def test_the_checkpoints_are_the_committed_result():
