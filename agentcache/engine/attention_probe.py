@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import Attention
 
+from agentcache.engine.hooks import forward_until, run_order
 from agentcache.engine.segments import Segment, SegmentForward
-from agentcache.errors import SelfCheckError
 from agentcache.types import Run, merge_runs
 
 __all__ = [
+    "ASKING_ROWS",
     "QUERY_TOKENS",
     "SAMPLED_LAYERS",
     "AttentionProbe",
@@ -50,7 +50,7 @@ def sampled_layers(layers: int) -> list[int]:
 def query_layers(layers: int) -> list[int]:
     """Returns the layers in which a new query is asked what it attends to: four, spread over the second half of the depth.
 
-    Margin recovery of 64 tokens in blocks of 8 on derived items at d = 250 (Qwen2.5-Coder-1.5B, 28 layers; 6 with one table, 5
+    A lead (docs/policies.md): margin recovery of 64 tokens in blocks of 8 on derived items at d = 250 (Qwen2.5-Coder-1.5B, 28 layers; 6 with one table, 5
     with three that compete): all layers 0.99 and 0.93, four spread over the whole depth 0.99 and 0.33, these four 0.99 and
     0.98, these four asked by the last `ASKING_ROWS` rows alone 0.99 and 0.99.
     """
@@ -83,10 +83,6 @@ class Queries:
     positions: torch.Tensor
 
 
-class _EnoughError(Exception):
-    """Ends a forward whose remaining layers nobody asks for."""
-
-
 class AttentionProbe:
     """Captures queries.
 
@@ -109,32 +105,10 @@ class AttentionProbe:
         """
         caught: list[list[torch.Tensor]] = [[] for _ in self.layers]
         positions: list[int] = []
-
-        def hook(index: int) -> Any:
-            def catch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                query = args[0] if args else kwargs["query"]
-                caught[index].append(query.reshape(-1, module.num_heads, module.head_size).clone())
-                if index == len(self.layers) - 1:
-                    raise _EnoughError
-
-            return catch
-
-        handles = [
-            layer.register_forward_pre_hook(hook(i), with_kwargs=True, prepend=True)
-            for i, layer in enumerate(self.layers)
-        ]
-        try:
-            for batch in self.segments.batches(Segment(token_ids, block_ids, *run) for run in runs):
-                ordered = sorted(batch, key=len)  # as the forward runs them
-                positions += [at for run in ordered for at in range(run.start, run.stop)]
-                try:
-                    self.segments.forward(ordered, write=False)
-                except _EnoughError:
-                    continue
-                raise SelfCheckError(
-                    f"the model's forward ended without its layer {len(self.layers)} that was asked for"
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
+        for batch in self.segments.batches(Segment(token_ids, block_ids, *run) for run in runs):
+            ordered = [batch[at] for at in run_order(batch)]
+            positions += [at for run in ordered for at in range(run.start, run.stop)]
+            forward_until(
+                self.segments, ordered, self.layers, lambda at, seen: caught[at].append(seen.q.clone()), write=False
+            )
         return Queries([torch.cat(pieces) for pieces in caught], torch.tensor(positions, dtype=torch.int64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from agentcache.kernels import FORMAT_VERSION
 from agentcache.store.payloads import BLOB_VERSION
+from agentcache.weights_digest import weights_digest
 
 __all__ = ["fingerprint"]
 
-_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
-_SAMPLES = 16  # stretches read of each weight file: a whole one may have hundreds of gigabytes
-_STRETCH = 64 << 10
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "name_or_path")
 
 
@@ -57,20 +54,4 @@ def _weights(model: str, revision: str | None) -> str:
     folder = Path(model)
     if not folder.exists():
         return f"{model}@{revision or 'main'}"
-    digest = xxhash.xxh3_128()
-    for file in _files(folder):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size};".encode())
-        with file.open("rb") as stream:
-            for i in range(_SAMPLES):
-                stream.seek(max(size - _STRETCH, 0) * i // (_SAMPLES - 1))
-                digest.update(stream.read(_STRETCH))
-    return str(digest.hexdigest())
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    if folder.is_file():
-        yield folder
-        return
-    for pattern in _WEIGHTS:
-        yield from sorted(folder.glob(pattern))
+    return weights_digest(folder)

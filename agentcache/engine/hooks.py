@@ -57,7 +57,9 @@ def watch(layers: Sequence[Any], see: Sight) -> Iterator[None]:
             handle.remove()
 
 
-def forward_until(forward: SegmentForward, batch: Sequence[Segment], layers: Sequence[Any], see: Sight) -> None:
+def forward_until(
+    forward: SegmentForward, batch: Sequence[Segment], layers: Sequence[Any], see: Sight, *, write: bool = True
+) -> None:
     """Runs one batch through the model up to the last of `layers`, whose K/V are not written any more.
 
     Args:
@@ -65,6 +67,7 @@ def forward_until(forward: SegmentForward, batch: Sequence[Segment], layers: Seq
         batch: Runs within the engine's limits.
         layers: vLLM's attention modules, in the order in which the model runs them.
         see: See `watch`.
+        write: Whether K/V of the layers before are written, see `SegmentForward.forward`.
 
     Raises:
         SelfCheckError: The model ended without its last layer.
@@ -77,10 +80,10 @@ def forward_until(forward: SegmentForward, batch: Sequence[Segment], layers: Seq
 
     try:
         with watch(layers, look):
-            forward.forward(batch)
+            forward.forward(batch, write=write)
     except _EnoughError:
         return
-    raise SelfCheckError(f"the model's forward ended without the layer {len(layers) - 1} that was asked for")
+    raise SelfCheckError(f"the model's forward ended without its layer {len(layers)} that was asked for")
 
 
 def run_order(batch: Sequence[Segment]) -> list[int]:

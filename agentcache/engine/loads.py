@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from agentcache.engine.planning import OnlineOrder, Planned
 from agentcache.engine.state import Load, RequestState
+from agentcache.recovery.rows import QUERY_ROWS
 from agentcache.store.extents import LoadExtent
 from agentcache.store.index import CheckpointIndex
 from agentcache.types import Run, clip_runs, complement, merge_runs
 
-__all__ = ["QUERY_TOKENS", "online_order", "plan_load"]
-
-QUERY_TOKENS = 32
-"""Most of the prompt's last tokens that are asked what they attend to (as formulas 10)."""
+__all__ = ["online_order", "plan_load"]
 
 
 def plan_load(index: CheckpointIndex, state: RequestState, start: int, *, background: bool = False) -> Load:
@@ -57,5 +55,5 @@ def online_order(planned: Planned, load: Load, prompt: Sequence[int]) -> OnlineO
     assert plan is not None and policy is not None and context is not None
     copied = merge_runs((e.position, e.position + e.length) for e in load.extents)
     rows = clip_runs(copied, max(load.start, context.diff.prefix), plan.load_end)
-    query = prompt[max(plan.load_end, len(prompt) - QUERY_TOKENS) :]
+    query = prompt[max(plan.load_end, len(prompt) - QUERY_ROWS) :]
     return OnlineOrder(policy, context, tuple(rows), tuple(query))

@@ -333,6 +333,10 @@ class SchedulerHalf:
             load = state.load = plan_load(self.index, state, first * self.block_size, background=load.background)
         planned = run_tokens(clip_runs(plan.recompute, load.start, plan.load_end))
         state.recovery.lost_tokens = run_tokens(load.recompute) - planned
+        online = None
+        if state.online is not None:
+            online = online_order(state.online, load, request.prompt_token_ids)
+            state.await_choice(online.rows, load.start)
         self._orders.loads.append(
             LoadOrder(
                 request_id=request.request_id,
@@ -343,7 +347,7 @@ class SchedulerHalf:
                 extents=load.extents,
                 recompute=list(load.recompute),
                 background=load.background,
-                online=None if state.online is None else online_order(state.online, load, request.prompt_token_ids),
+                online=online,
             )
         )
 

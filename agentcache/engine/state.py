@@ -36,10 +36,10 @@ class RequestState:
     """What the half knows of one request that opted in.
 
     `plan` is None when nothing can be restored. `first_approximate` holds for the version whatever becomes of the plan,
-    unless its approximate rows provably never came to be. `composition` is what the plan restores from, pinned until the request
-    ends; `missed` says what else was asked for, `fault` what else went wrong. `searches` are those below memory, by name, `sought_at` their beginning until the
-    payloads are here. `online` is set while the policy chooses further rows in the worker, `repaired` what it
-    chose there.
+    unless its approximate rows provably never came to be. `composition` is what the plan restores from, pinned until the
+    request ends; `missed` says what else was asked for, `fault` what else went wrong. `searches` are those below memory, by
+    name, `sought_at` their beginning until the payloads are here. `online` is set while the policy chooses further rows in the
+    worker; `repaired` are those that it chose, and until the worker has told them all that it may choose.
     """
 
     params: ResumeParams | None
@@ -126,6 +126,13 @@ class RequestState:
             return self.recovery.reused_tokens
         return sum(run.length for run in self.kept() if run.old_start >= self.composition.source_start)
 
+    def await_choice(self, rows: tuple[Run, ...], start: int) -> None:
+        """Counts rows that the worker may choose in a load from `start` on as chosen until it tells.
+
+        A request may end in the step of its load, before that: its version then stores all of them rather than share stale ones.
+        """
+        self.repaired = merge_runs([*clip_runs(self.repaired, 0, start), *rows])
+
     def note_repaired(self, repaired: tuple[Run, ...], start: int) -> None:
         """Takes in what the worker chose in a load of rows from `start` on; what an earlier load chose before them stays."""
         assert self.plan is not None
@@ -161,7 +168,7 @@ class RequestState:
         recovery.lost_tokens += load.lost_tokens
         recovery.restore_ms, recovery.recompute_ms = load.restore_ms, load.recompute_ms
         recovery.select_ms = load.select_ms
-        if self.online is not None and self.load is not None:
+        if self.online is not None and self.load is not None and self.plan is not None:
             self.note_repaired(load.repaired, self.load.start)
         recovery.count_reuse()
         if load.fault is not None:

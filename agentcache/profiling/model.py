@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentcache.errors import ConfigError
+from agentcache.weights_digest import weights_digest
 
 __all__ = ["ModelFingerprint", "model_fingerprint"]
-
-_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
-_SAMPLES = 16  # stretches read of each weight file: a whole one may have hundreds of gigabytes
-_STRETCH = 64 << 10
 
 
 class ModelFingerprint(BaseModel):
@@ -28,7 +23,7 @@ class ModelFingerprint(BaseModel):
         kv_heads: KV heads, of all ranks.
         head_dim: Dimensions of a head.
         dtype: Of the KV that was measured; for people: drift hardly depends on it.
-        hash: xxh3-128 of the length of each weight file and of stretches spread over it.
+        hash: `weights_digest`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -80,27 +75,10 @@ def model_fingerprint(folder: str | Path, *, name: str | None = None, dtype: str
             f"{str(folder)!r} is no folder of a model whose profile can be told: {type(error).__name__}: {error}"
         ) from error
     stated = config.get("dtype") or config.get("torch_dtype") or "unknown"
-    digest = xxhash.xxh3_128()  # of the weights alone: each release of transformers writes config.json in its own way
-    for file in _weight_files(folder):
-        _add_stretches(digest, file)
     return ModelFingerprint(
         name=name or folder.resolve().name,
         architecture=",".join(config.get("architectures") or [str(config.get("model_type"))]),
         dtype=stated if dtype == "auto" else dtype,
-        hash=digest.hexdigest(),
+        hash=weights_digest(folder),
         **shape,
     )
-
-
-def _weight_files(folder: Path) -> Iterator[Path]:
-    for pattern in _WEIGHTS:
-        yield from sorted(folder.glob(pattern))
-
-
-def _add_stretches(digest: xxhash.xxh3_128, file: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name}:{size};".encode())
-    with file.open("rb") as stream:
-        for i in range(_SAMPLES):
-            stream.seek(max(size - _STRETCH, 0) * i // (_SAMPLES - 1))
-            digest.update(stream.read(_STRETCH))

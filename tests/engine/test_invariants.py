@@ -19,6 +19,8 @@ from tests.engine.harness import Answer, Engine, Reference, text
 
 pytestmark = pytest.mark.engine
 
+ONLINE = ("attended", "cacheblend", "frontier", "mean_shift")
+
 LONGEST = 440
 TIGHT = {
     "blocks": 44,
@@ -139,7 +141,7 @@ class Interleavings:
         self.made += 1
         policy, options = "prefix_cache", {}
         if kind == "lossy":
-            policy = self.rng.choice(["edit_local", "edit_local", "direct_reuse"])
+            policy = self.rng.choice(["edit_local", "edit_local", "direct_reuse", *ONLINE])
             if policy == "edit_local":
                 options = {"k": self.rng.choice([0, 8, 13, 32, 48, 100])}
         return ResumeParams(

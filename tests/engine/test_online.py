@@ -16,7 +16,7 @@ import torch
 from agentcache.engine.hooks import watch
 from agentcache.engine.segments import Segment
 from agentcache.recovery import OnlinePolicy, PolicyContext, Signal, Signals, register
-from agentcache.types import merge_runs
+from agentcache.types import AlignedRun, merge_runs
 from tests.engine.harness import NEW, OLD, Engine, assert_exact, first_version, lossy, text
 
 pytestmark = pytest.mark.engine
@@ -189,6 +189,21 @@ def test_what_is_chosen_is_recomputed_saved_and_reported(engine, monkeypatch):
     shared = {e.object_id for e in engine.version("v1").extents}
     rows = merge_runs((e.position, e.stop) for e in version.extents if e.object_id in shared)
     assert rows == ((0, 100), (120, 200), (230, 309))
+    engine.check()
+
+
+def test_a_request_that_ends_with_its_load_shares_no_row_that_was_chosen(engine, monkeypatch):
+    first_version(engine)
+    pages = Pages(engine, monkeypatch)
+    engine.forget_local()
+    engine.ask(NEW, spy(), n=1)  # the worker tells what it chose when the request has ended
+    version = engine.version("v2")
+    shared = {e.object_id for e in engine.version("v1").extents}
+    assert merge_runs((e.position, e.stop) for e in version.extents if e.object_id in shared) == ((0, 100),)
+    table = engine._scratch(len(version.token_ids))
+    extents = engine.half.index.load_plan(version, [AlignedRun(0, 0, 309)])
+    engine.runtime.restore(engine.worker.store, extents, table)
+    assert torch.equal(engine.runtime.rows(table, 0, 309), pages.after)
     engine.check()
 
 
