@@ -8,9 +8,7 @@ that it would have ended with.
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -34,8 +32,9 @@ from agentcache.profiling.measure import Found, Pair, Render, Wanted, pair_key, 
 from agentcache.profiling.model import ModelFingerprint, model_fingerprint
 from agentcache.profiling.profile import DataSource, Profile
 from agentcache.weights import BUILTIN_MODELS, resolve_model
+from agentcache.work_file import WorkFile
 
-__all__ = ["Engine", "ProfileRun", "WorkFile", "choose_pairs", "make_profile", "run"]
+__all__ = ["Engine", "ProfileRun", "choose_pairs", "make_profile", "run"]
 
 TRAIN_SHARE: Final = 0.6
 """Of the tasks, and of the pairs: seven coefficients are fitted to the training pairs."""
@@ -82,46 +81,6 @@ class Engine(Protocol):
 
     def profile_pair(self, old_ids: Sequence[int], new_ids: Sequence[int], **wanted: Any) -> Found:
         """Returns what two revisions show."""
-
-
-class WorkFile:
-    """Measured pairs by name, one JSON line each.
-
-    A line is written in one piece; one that a killed run left unfinished is ignored, and ends before the next one begins.
-
-    Args:
-        path: Made with the first line.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._found: dict[str, Found] = {}
-        self._torn = False
-        if path.exists():
-            text = path.read_text(encoding="utf-8", errors="replace")
-            self._torn = bool(text) and not text.endswith("\n")
-            for line in text.split("\n"):
-                try:
-                    row = json.loads(line)
-                    self._found[row["key"]] = row["found"]
-                except (ValueError, TypeError, KeyError):
-                    continue  # measured again
-
-    def get(self, key: str) -> Found | None:
-        """Returns a measurement, or None when it was not made."""
-        return self._found.get(key)
-
-    def add(self, key: str, pair: Pair, found: Found) -> Found:
-        """Returns the measurement as a later run reads it, after it is on the disk."""
-        line = json.dumps({"key": key, "pair": pair.id, "found": found}, separators=(",", ":")) + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"\n{line}" if self._torn else line)
-            file.flush()
-            os.fsync(file.fileno())
-        self._torn = False
-        kept: Found = json.loads(line)["found"]
-        self._found[key] = kept
-        return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +179,7 @@ def make_profile(
                 key = pair_key(model.hash, pair, wanted)
                 known = work.get(key)
                 if known is None:
-                    known = work.add(key, pair, engine().profile_pair(pair.old, pair.new, **wanted.options()))
+                    known = work.put(key, engine().profile_pair(pair.old, pair.new, **wanted.options()), name=pair.id)
                 found.append((pair, known))
                 progress.advance(task)
                 if not console.is_terminal and (len(found) % _TOLD_PAIRS == 0 or len(found) == len(part.pairs)):

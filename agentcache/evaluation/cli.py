@@ -1,0 +1,7 @@
+"""All commands of `agentcache eval`; importing this registers them. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from agentcache.evaluation.app import eval_app
+
+__all__ = ["eval_app"]
