@@ -1,0 +1,295 @@
+"""The episodes of threads and runs as a router knows them: where each ran, what its versions said, which calls are open."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Self
+
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.runnables.config import var_child_runnable_config
+
+from agentcache.integrations.overlap import Fingerprint, fingerprint, overlap
+
+__all__ = ["Choice", "Line", "Lines", "Place"]
+
+_LOOKED_BACK: Final = 16  # versions of an episode that a prompt is compared with
+_REMEMBERED: Final = 512  # versions of an episode that a checkpoint may name
+_SAME: Final = 0.5  # share of text in common that makes a subgraph's prompt the next of an episode
+_LONGEST_ID: Final = 200
+# LangChain's id of a reply that has none of its own holds the id of its run.
+_RUN_ID: Final = re.compile(r"lc_run-{1,2}([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a graph a model is called.
+
+    Attributes:
+        thread: Its thread; None: nothing is kept between its runs.
+        namespace: Of its task; the last segment is the node's.
+        path: The namespace without the node.
+        nodes: The path without the ids of its tasks: the same each turn.
+        step: Of its graph's run.
+        checkpoint: That the node runs on; "" when unknown.
+        outer: The checkpoint that the graph around its own one runs on; "" when unknown or when there is none.
+        resumed: The checkpoint that the caller named to start the run from, "" when none.
+        node: Its node.
+    """
+
+    thread: str | None = None
+    namespace: str = ""
+    path: str = ""
+    nodes: str = ""
+    step: int = 0
+    checkpoint: str = ""
+    outer: str = ""
+    resumed: str = ""
+    node: str = ""
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> Self:
+        """Returns the place of a model call with these metadata of its run, in the context that the model is called in."""
+        thread = metadata.get("thread_id")
+        namespace = str(metadata.get("langgraph_checkpoint_ns") or metadata.get("checkpoint_ns") or "")
+        segments = namespace.split("|")[:-1]
+        path = "|".join(segments)
+        config = var_child_runnable_config.get() or {}
+        checkpoints = (config.get("configurable") or {}).get("checkpoint_map") or {}
+        return cls(
+            thread=None if thread is None else str(thread),
+            namespace=namespace,
+            path=path,
+            nodes="/".join(segment.partition(":")[0] for segment in segments),
+            step=int(metadata.get("langgraph_step") or 0),
+            checkpoint=str(checkpoints.get(path) or ""),
+            outer=str(checkpoints.get("|".join(segments[:-1])) or "") if segments else "",
+            resumed=str(metadata.get("checkpoint_id") or ""),
+            node=str(metadata.get("langgraph_node") or ""),
+        )
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns what a version keeps of it."""
+        values = {
+            "thread_id": self.thread,
+            "checkpoint_ns": self.namespace,
+            "checkpoint_id": self.checkpoint,
+            "resumed_from": self.resumed,
+            "node": self.node,
+            "step": self.step,
+        }
+        return {name: value for name, value in values.items() if value not in (None, "")}
+
+
+@dataclass(slots=True)
+class _Version:
+    version: str
+    prompt: Fingerprint | None
+    checkpoint: str
+
+
+class Line:
+    """One episode.
+
+    Attributes:
+        episode: Its id.
+        paths: The namespaces that it ran in.
+        outer: The checkpoint of the graph around it, the last time.
+    """
+
+    def __init__(self, episode: str) -> None:
+        self.episode = episode
+        self.paths: set[str] = set()
+        self.outer = ""
+        self._versions: deque[_Version] = deque(maxlen=_REMEMBERED)
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._run = Place()
+
+    @property
+    def open(self) -> bool:
+        """Whether a call of it has not ended."""
+        return bool(self._calls)
+
+    def recent(self) -> Iterable[tuple[str, Fingerprint]]:
+        """Yields its newest versions and their prompts with the reply, the newest first."""
+        for version in list(self._versions)[: -_LOOKED_BACK - 1 : -1]:
+            assert version.prompt is not None
+            yield version.version, version.prompt
+
+    def best(self, prompt: Fingerprint) -> tuple[str | None, int, int]:
+        """Returns the version that shares most with a prompt, and the score and the shared text; of equals the newest."""
+        found: tuple[str | None, int, int] = (None, -1, 0)
+        for version, old in self.recent():
+            shared = overlap(old, prompt)
+            if shared.score > found[1]:
+                found = (version, shared.score, shared.said)
+            if shared.is_append:
+                break
+        return found
+
+    def resumed_version(self, place: Place) -> str | None:
+        """Returns the version of the checkpoint that a run was started from, for the first call of that run."""
+        before, self._run = self._run, place
+        if not place.resumed:
+            return None
+        same_run = place.resumed == before.resumed and (
+            place.step > before.step or (place.step, place.namespace) == (before.step, before.namespace)
+        )
+        if same_run:
+            return None
+        # Ids of checkpoints ascend with time. Between two model calls it is the former's prompt and reply that stand there.
+        known = [v for v in self._versions if v.checkpoint and v.checkpoint <= place.resumed]
+        return max(known, key=lambda v: v.checkpoint).version if known else None
+
+    def add(self, version: str, prompt: Fingerprint, checkpoint: str) -> None:
+        """Adds a version."""
+        self._versions.append(_Version(version, prompt, checkpoint))
+        if len(self._versions) > _LOOKED_BACK:
+            self._versions[-_LOOKED_BACK - 1].prompt = None
+
+
+class Choice(NamedTuple):
+    """A line for a call, the version that it is recovered from (None: the head) and why it is another one."""
+
+    line: Line
+    parent: str | None
+    reason: str
+    prompt: Fingerprint
+    place: Place
+
+
+@dataclass(slots=True)
+class _Nodes:
+    """The lines of one graph in one thread; `count` of them were begun."""
+
+    lines: list[Line] = field(default_factory=list)
+    count: int = 0
+
+
+class Lines:
+    """All lines of one cache. Not thread-safe.
+
+    Args:
+        most_runs: Lines without a thread, and of one subgraph in one thread, that are kept.
+    """
+
+    def __init__(self, most_runs: int) -> None:
+        self._most = most_runs
+        self._threads: dict[str, dict[str, _Nodes]] = {}
+        self._runs: OrderedDict[str, Line] = OrderedDict()
+        self._replies: weakref.WeakValueDictionary[str, Line] = weakref.WeakValueDictionary()
+        self._open: weakref.WeakKeyDictionary[Any, Choice] = weakref.WeakKeyDictionary()
+        self._retired: list[str] = []
+
+    def choose(self, place: Place, messages: Sequence[BaseMessage], run: str) -> Choice:
+        """Returns the line of a call, a new one where none fits."""
+        prompt = fingerprint(messages)
+        line = self._run_line(messages, run) if place.thread is None else self._thread_line(place, messages, prompt)
+        line.paths.add(place.path)
+        line.outer = place.outer
+        parent, reason = line.resumed_version(place), "the checkpoint that was resumed from"
+        if parent is None:
+            parent, reason = self._nearest(line, place, prompt)
+        head = next(iter(line.recent()), (None,))[0]
+        return Choice(line, None if parent == head else parent, "" if parent == head else reason, prompt, place)
+
+    def begin(self, choice: Choice, call: Any) -> None:
+        """Marks a line as busy until the call ends, or is gone."""
+        choice.line._calls.add(call)
+        self._open[call] = choice
+
+    def end(self, call: Any, version: str | None, reply: BaseMessage | None) -> None:
+        """Ends a call, with the version that it has created if it has one."""
+        choice = self._open.pop(call, None)
+        if choice is None:
+            return
+        choice.line._calls.discard(call)
+        if version is not None and reply is not None:
+            choice.line.add(version, choice.prompt.then(reply), choice.place.checkpoint)
+            for key in (call.attributes.get("run_id"), _reply_key(reply)):
+                if key is not None:
+                    self._replies[key] = choice.line
+
+    def episodes(self, thread: str) -> tuple[str, ...]:
+        """Returns the ids of a thread's lines."""
+        return tuple(line.episode for nodes in self._threads.get(thread, {}).values() for line in nodes.lines)
+
+    def forget(self, thread: str) -> tuple[str, ...]:
+        """Removes a thread and returns the ids of its lines; one of an earlier process has the id of its thread."""
+        known = self.episodes(thread)
+        self._threads.pop(thread, None)
+        return known if known else (_episode_id(thread, "", 0),)
+
+    def retire(self) -> tuple[str, ...]:
+        """Returns the ids of the lines that were removed since the last call to make room."""
+        gone, self._retired = tuple(self._retired), []
+        return gone
+
+    def _run_line(self, messages: Sequence[BaseMessage], run: str) -> Line:
+        known = self._line_of_reply(messages)
+        if known is not None and not known.open and known.episode in self._runs:
+            self._runs.move_to_end(known.episode)
+            return known
+        line = self._runs[f"run-{run}"] = Line(f"run-{run}")
+        while len(self._runs) > self._most:
+            self._retired.append(self._runs.popitem(last=False)[0])
+        return line
+
+    def _thread_line(self, place: Place, messages: Sequence[BaseMessage], prompt: Fingerprint) -> Line:
+        assert place.thread is not None
+        nodes = self._threads.setdefault(place.thread, {}).setdefault(place.nodes, _Nodes())
+        here = [line for line in nodes.lines if place.path in line.paths]
+        free = [line for line in here if not line.open]
+        if not here:
+            # The namespace is new: another turn of a subgraph, or another task of this one. The latter are never shared.
+            elsewhere = [n for n in nodes.lines if not n.open and not (place.outer and place.outer == n.outer)]
+            free = [line for line in elsewhere if self._goes_on(line, messages, prompt)]
+        if free:
+            return max(free, key=lambda line: line.best(prompt)[1])
+        line = Line(_episode_id(place.thread, place.nodes, nodes.count))
+        nodes.lines.append(line)
+        nodes.count += 1
+        if len(nodes.lines) > self._most:
+            oldest = next((n for n in nodes.lines if not n.open), None)
+            if oldest is not None:
+                nodes.lines.remove(oldest)
+                self._retired.append(oldest.episode)
+        return line
+
+    def _goes_on(self, line: Line, messages: Sequence[BaseMessage], prompt: Fingerprint) -> bool:
+        if any(self._replies.get(key) is line for message in messages if (key := _reply_key(message)) is not None):
+            return True
+        said = line.best(prompt)[2]
+        newest = next(iter(line.recent()), None)
+        return newest is not None and said >= _SAME * min(prompt.said, newest[1].said) > 0
+
+    def _nearest(self, line: Line, place: Place, prompt: Fingerprint) -> tuple[str | None, str]:
+        """Returns the version that shares most with a prompt: of its line, else, for a new one, of its thread."""
+        version, _, _ = line.best(prompt)
+        if version is not None or place.thread is None:
+            return version, "it has more text in common than the head"
+        others = [other for nodes in self._threads[place.thread].values() for other in nodes.lines if other is not line]
+        found = max((other.best(prompt) for other in others), key=lambda best: best[1], default=(None, 0, 0))
+        return (found[0], "it has text in common") if found[2] >= _SAME * prompt.said > 0 else (None, "")
+
+    def _line_of_reply(self, messages: Sequence[BaseMessage]) -> Line | None:
+        keys = (_reply_key(message) for message in reversed(messages))
+        return next((self._replies[key] for key in keys if key is not None and key in self._replies), None)
+
+
+def _reply_key(message: BaseMessage) -> str | None:
+    if not isinstance(message, AIMessage) or message.id is None:
+        return None
+    found = _RUN_ID.match(message.id)
+    return found[1] if found else message.id
+
+
+def _episode_id(thread: str, nodes: str, number: int) -> str:
+    whole = thread + (f"/{nodes}" if nodes else "") + (f"~{number}" if number else "")
+    if len(whole) <= _LONGEST_ID:
+        return whole
+    return f"{whole[: _LONGEST_ID - 33]}-{blake2b(whole.encode(), digest_size=16).hexdigest()}"
