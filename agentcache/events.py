@@ -32,6 +32,7 @@ __all__ = [
     "PolicyFellBack",
     "PromptRevised",
     "QualityChecked",
+    "ReplyEnded",
     "Subscriber",
     "read_events",
 ]
@@ -39,7 +40,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-EventKind = Literal["prompt_revised", "kv_paused", "kv_resumed", "quality_checked", "policy_fell_back"]
+EventKind = Literal["prompt_revised", "reply_ended", "kv_paused", "kv_resumed", "quality_checked", "policy_fell_back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,37 @@ class PromptRevised:
     diff_ms: float = 0.0
     time_s: float = field(default_factory=time.time)
     event: Literal["prompt_revised"] = "prompt_revised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyEnded:
+    """A version's request has ended with a reply; one that was aborted by its caller has none.
+
+    Attributes:
+        episode: The episode's id.
+        version: The version's id.
+        finish_reason: As in `Reply.finish_reason`.
+        reply_tokens: Length of the reply.
+        recovery: The fields of the request's `Recovery` report.
+        spans: Where each message of `PromptRevised.labels` stands, `[start, stop)` in tokens.
+        fresh_text: The text of each prompt token that no span of `PromptRevised.aligned` covers, ascending; None unless the cache
+            has `events_text`.
+        reply_text: The text of each token of the reply; None as above.
+        time_s: When, in seconds since the epoch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    episode: str
+    version: str
+    finish_reason: str
+    reply_tokens: int
+    recovery: dict[str, Any] = field(default_factory=dict)
+    spans: tuple[tuple[int, int], ...] = ()
+    fresh_text: tuple[str, ...] | None = None
+    reply_text: tuple[str, ...] | None = None
+    time_s: float = field(default_factory=time.time)
+    event: Literal["reply_ended"] = "reply_ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +202,7 @@ class PolicyFellBack:
     event: Literal["policy_fell_back"] = "policy_fell_back"
 
 
-Event = PromptRevised | KVPaused | KVResumed | QualityChecked | PolicyFellBack
+Event = PromptRevised | ReplyEnded | KVPaused | KVResumed | QualityChecked | PolicyFellBack
 Subscriber = Callable[[Event], Awaitable[None] | None]
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])

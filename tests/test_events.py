@@ -16,6 +16,7 @@ from agentcache.events import (
     PolicyFellBack,
     PromptRevised,
     QualityChecked,
+    ReplyEnded,
     read_events,
 )
 from agentcache.types import AlignedRun, RevisionKind
@@ -31,6 +32,15 @@ REVISED = PromptRevised(
     new_len=60,
     labels=("system", "tool:call_1"),
     diff_ms=1.5,
+)
+ENDED = ReplyEnded(
+    episode="e/../é",
+    version="v2",
+    finish_reason="stop",
+    reply_tokens=2,
+    recovery={"rows": "P*3 X*5 F*40 N*12"},
+    spans=((0, 3), (3, 60)),
+    fresh_text=("é", "", " x"),
 )
 PAUSED = KVPaused(episode="e", key="call_1", version="v1", reason="tool")
 RESUMED = KVResumed(
@@ -61,7 +71,7 @@ def test_a_subscriber_gets_the_kinds_that_it_asked_for(bus):
 
 
 def test_an_unknown_kind_is_refused(bus):
-    kinds = ["kv_paused", "kv_resumed", "policy_fell_back", "prompt_revised", "quality_checked"]
+    kinds = ["kv_paused", "kv_resumed", "policy_fell_back", "prompt_revised", "quality_checked", "reply_ended"]
     with pytest.raises(ConfigError, match=re.escape(f"['nothing']; there are {kinds}")):
         bus.subscribe(print, kinds=["nothing"])
 
@@ -201,9 +211,9 @@ def test_without_any_loop_a_coroutine_function_runs_at_once(bus):
 def test_a_log_gives_back_every_event(tmp_path):
     path = tmp_path / "new" / "events.jsonl"
     with JsonlEventLog(path) as log:
-        for event in (REVISED, PAUSED, RESUMED, CHECKED, FELL_BACK):
+        for event in (REVISED, ENDED, PAUSED, RESUMED, CHECKED, FELL_BACK):
             log(event)
-    assert list(read_events(path)) == [REVISED, PAUSED, RESUMED, CHECKED, FELL_BACK]
+    assert list(read_events(path)) == [REVISED, ENDED, PAUSED, RESUMED, CHECKED, FELL_BACK]
 
 
 def test_lines_are_flushed_one_by_one_and_say_what_they_are(tmp_path):
