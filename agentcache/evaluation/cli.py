@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import agentcache.evaluation.cli_drift  # noqa: F401
 from agentcache.evaluation.app import eval_app
 
 __all__ = ["eval_app"]
