@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Self
@@ -92,6 +92,14 @@ class _Version:
     checkpoint: str
 
 
+class Best(NamedTuple):
+    """A version, its score, and the characters of what was said that it shares."""
+
+    version: str | None
+    score: int
+    said: int
+
+
 class Line:
     """One episode.
 
@@ -99,12 +107,16 @@ class Line:
         episode: Its id.
         paths: The namespaces that it ran in.
         outer: The checkpoint of the graph around it, the last time.
+        calls_tools: Whether its last reply did.
+        last: Number of its last call among all calls.
     """
 
     def __init__(self, episode: str) -> None:
         self.episode = episode
         self.paths: set[str] = set()
         self.outer = ""
+        self.calls_tools = False
+        self.last = 0
         self._versions: deque[_Version] = deque(maxlen=_REMEMBERED)
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._run = Place()
@@ -114,24 +126,38 @@ class Line:
         """Whether a call of it has not ended."""
         return bool(self._calls)
 
-    def recent(self) -> Iterable[tuple[str, Fingerprint]]:
-        """Yields its newest versions and their prompts with the reply, the newest first."""
+    @property
+    def head(self) -> str | None:
+        """Its newest version."""
+        return self._versions[-1].version if self._versions else None
+
+    @property
+    def newest(self) -> Fingerprint | None:
+        """The prompt of that, and the reply."""
+        return self._versions[-1].prompt if self._versions else None
+
+    def best(self, prompt: Fingerprint, until: str | None = None) -> Best:
+        """Returns the version that shares most with a prompt; of equals the shortest, of those the newest.
+
+        Args:
+            prompt: To be compared with the newest versions.
+            until: A checkpoint: only versions of it and earlier ones; None: all.
+        """
+        found, shortest = Best(None, -1, 0), 0
         for version in list(self._versions)[: -_LOOKED_BACK - 1 : -1]:
             assert version.prompt is not None
-            yield version.version, version.prompt
-
-    def best(self, prompt: Fingerprint) -> tuple[str | None, int, int]:
-        """Returns the version that shares most with a prompt, and the score and the shared text; of equals the newest."""
-        found: tuple[str | None, int, int] = (None, -1, 0)
-        for version, old in self.recent():
-            shared = overlap(old, prompt)
-            if shared.score > found[1]:
-                found = (version, shared.score, shared.said)
-            if shared.is_append:
+            # Ids of checkpoints ascend with time.
+            if until is not None and not "" < version.checkpoint <= until:
+                continue
+            shared = overlap(version.prompt, prompt)
+            size = len(version.prompt.keys)
+            if shared.score > found.score or (shared.score == found.score and size < shortest):
+                found, shortest = Best(version.version, shared.score, shared.said), size
+            if shared.is_append and version.version == self.head:
                 break
         return found
 
-    def resumed_version(self, place: Place) -> str | None:
+    def resumed_version(self, place: Place, prompt: Fingerprint) -> str | None:
         """Returns the version of the checkpoint that a run was started from, for the first call of that run."""
         before, self._run = self._run, place
         if not place.resumed:
@@ -141,9 +167,11 @@ class Line:
         )
         if same_run:
             return None
-        # Ids of checkpoints ascend with time. Between two model calls it is the former's prompt and reply that stand there.
-        known = [v for v in self._versions if v.checkpoint and v.checkpoint <= place.resumed]
-        return max(known, key=lambda v: v.checkpoint).version if known else None
+        earlier = [v for v in reversed(self._versions) if "" < v.checkpoint <= place.resumed]
+        exact = next((v.version for v in earlier if v.checkpoint == place.resumed), None)
+        # Between two model calls it is the former's prompt and reply that stand there, on one branch or the other.
+        found = exact or self.best(prompt, place.resumed).version
+        return found if found is not None or not earlier else earlier[0].version
 
     def add(self, version: str, prompt: Fingerprint, checkpoint: str) -> None:
         """Adds a version."""
@@ -184,6 +212,7 @@ class Lines:
         self._replies: weakref.WeakValueDictionary[str, Line] = weakref.WeakValueDictionary()
         self._open: weakref.WeakKeyDictionary[Any, Choice] = weakref.WeakKeyDictionary()
         self._retired: list[str] = []
+        self._count = 0
 
     def choose(self, place: Place, messages: Sequence[BaseMessage], run: str) -> Choice:
         """Returns the line of a call, a new one where none fits."""
@@ -191,14 +220,16 @@ class Lines:
         line = self._run_line(messages, run) if place.thread is None else self._thread_line(place, messages, prompt)
         line.paths.add(place.path)
         line.outer = place.outer
-        parent, reason = line.resumed_version(place), "the checkpoint that was resumed from"
+        parent, reason = line.resumed_version(place, prompt), "the checkpoint that was resumed from"
         if parent is None:
             parent, reason = self._nearest(line, place, prompt)
-        head = next(iter(line.recent()), (None,))[0]
-        return Choice(line, None if parent == head else parent, "" if parent == head else reason, prompt, place)
+        is_head = parent == line.head
+        return Choice(line, None if is_head else parent, "" if is_head else reason, prompt, place)
 
     def begin(self, choice: Choice, call: Any) -> None:
         """Marks a line as busy until the call ends, or is gone."""
+        self._count += 1
+        choice.line.last = self._count
         choice.line._calls.add(call)
         self._open[call] = choice
 
@@ -210,6 +241,7 @@ class Lines:
         choice.line._calls.discard(call)
         if version is not None and reply is not None:
             choice.line.add(version, choice.prompt.then(reply), choice.place.checkpoint)
+            choice.line.calls_tools = isinstance(reply, AIMessage) and bool(reply.tool_calls)
             for key in (call.attributes.get("run_id"), _reply_key(reply)):
                 if key is not None:
                     self._replies[key] = choice.line
@@ -217,6 +249,17 @@ class Lines:
     def episodes(self, thread: str) -> tuple[str, ...]:
         """Returns the ids of a thread's lines."""
         return tuple(line.episode for nodes in self._threads.get(thread, {}).values() for line in nodes.lines)
+
+    def waiting(self, thread: str) -> tuple[str, ...]:
+        """Returns the ids of a thread's lines whose tool calls have no answer; else of its own, else of the last one called."""
+        graphs = self._threads.get(thread, {})
+        lines = [line for nodes in graphs.values() for line in nodes.lines]
+        found = [line for line in lines if line.calls_tools and not line.open]
+        if not found and "" in graphs:
+            found = [max(graphs[""].lines, key=lambda line: line.last)]
+        if not found and lines:
+            found = [max(lines, key=lambda line: line.last)]
+        return tuple(line.episode for line in found)
 
     def forget(self, thread: str) -> tuple[str, ...]:
         """Removes a thread and returns the ids of its lines; one of an earlier process has the id of its thread."""
@@ -249,7 +292,7 @@ class Lines:
             elsewhere = [n for n in nodes.lines if not n.open and not (place.outer and place.outer == n.outer)]
             free = [line for line in elsewhere if self._goes_on(line, messages, prompt)]
         if free:
-            return max(free, key=lambda line: line.best(prompt)[1])
+            return max(free, key=lambda line: line.best(prompt).score)
         line = Line(_episode_id(place.thread, place.nodes, nodes.count))
         nodes.lines.append(line)
         nodes.count += 1
@@ -263,18 +306,18 @@ class Lines:
     def _goes_on(self, line: Line, messages: Sequence[BaseMessage], prompt: Fingerprint) -> bool:
         if any(self._replies.get(key) is line for message in messages if (key := _reply_key(message)) is not None):
             return True
-        said = line.best(prompt)[2]
-        newest = next(iter(line.recent()), None)
-        return newest is not None and said >= _SAME * min(prompt.said, newest[1].said) > 0
+        said = line.best(prompt).said
+        newest = line.newest
+        return newest is not None and said >= _SAME * min(prompt.said, newest.said) > 0
 
     def _nearest(self, line: Line, place: Place, prompt: Fingerprint) -> tuple[str | None, str]:
         """Returns the version that shares most with a prompt: of its line, else, for a new one, of its thread."""
-        version, _, _ = line.best(prompt)
+        version = line.best(prompt).version
         if version is not None or place.thread is None:
             return version, "it has more text in common than the head"
         others = [other for nodes in self._threads[place.thread].values() for other in nodes.lines if other is not line]
-        found = max((other.best(prompt) for other in others), key=lambda best: best[1], default=(None, 0, 0))
-        return (found[0], "it has text in common") if found[2] >= _SAME * prompt.said > 0 else (None, "")
+        found = max((other.best(prompt) for other in others), key=lambda best: best.score, default=Best(None, 0, 0))
+        return (found.version, "it has text in common") if found.said >= _SAME * prompt.said > 0 else (None, "")
 
     def _line_of_reply(self, messages: Sequence[BaseMessage]) -> Line | None:
         keys = (_reply_key(message) for message in reversed(messages))

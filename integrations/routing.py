@@ -40,6 +40,7 @@ class Route:
         reason: Why it belongs to no episode, or why `parent` is not the head.
         version: Id of the version that the call created, once it has finished.
         message: The reply, once it has finished.
+        router: That made it.
     """
 
     episode: str | None
@@ -49,6 +50,7 @@ class Route:
     reason: str = ""
     version: str | None = None
     message: BaseMessage | None = None
+    router: Router | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False)
@@ -95,6 +97,11 @@ class Router:
         with _ROUTERS_LOCK:
             return _ROUTERS.setdefault(inner, Router(inner))
 
+    @property
+    def cache(self) -> AsyncAgentCache | None:
+        """The cache; None once it is gone."""
+        return self._cache() if self._cache is not None else None
+
     def route(
         self,
         messages: Sequence[BaseMessage],
@@ -121,7 +128,7 @@ class Router:
         given = episode if episode is not None else call.episode if call is not None else None
         if given is None and source is not None:
             return Route(None, attributes=attributes, reason=f"a middleware's own call ({source})")
-        route = Route(given, parent, attributes, dict(call.options) if call is not None else {})
+        route = Route(given, parent, attributes, dict(call.options) if call is not None else {}, router=self)
         if given is None:
             with self._lock:
                 choice = self._lines.choose(place, messages, str(run_id))
@@ -161,6 +168,14 @@ class Router:
         with self._lock:
             return self._lines.episodes(str(thread_id))
 
+    def waiting(self, thread_id: str) -> tuple[str, ...]:
+        """Returns the ids of a thread's episodes that its interrupt holds up: those whose tool calls have no answer yet.
+
+        Where there are none, its own episode, else the one that was called last.
+        """
+        with self._lock:
+            return self._lines.waiting(str(thread_id))
+
     def forget(self, thread_id: str) -> tuple[str, ...]:
         """Drops a thread's episodes, which frees their KV, and returns their ids."""
         with self._lock:
@@ -169,7 +184,7 @@ class Router:
         return gone
 
     def _drop(self, episodes: Sequence[str]) -> None:
-        cache = self._cache() if self._cache is not None else None
+        cache = self.cache
         for episode in episodes if cache is not None else ():
             cache.episode(episode).drop()
 
