@@ -6,8 +6,11 @@ the node. A thread and a namespace without that are one episode. No torch, no vL
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import RLock
@@ -23,6 +26,8 @@ from agentcache.integrations.telemetry import annotate
 from agentcache.reply import Reply
 
 __all__ = ["CallContext", "Route", "Router", "current_call"]
+
+logger = logging.getLogger(__name__)
 
 _INTERNAL: Final = ("lc_source", "lc_internal_call")
 """Metadata of the calls that a middleware makes for itself: a summary, a choice of tools. They are no version of the prompt."""
@@ -177,16 +182,59 @@ class Router:
             return self._lines.waiting(str(thread_id))
 
     def forget(self, thread_id: str) -> tuple[str, ...]:
-        """Drops a thread's episodes, which frees their KV, and returns their ids."""
-        with self._lock:
-            gone = self._lines.forget(str(thread_id))
-        self._drop(gone)
+        """Drops a thread's episodes, which frees their KV, and returns their ids.
+
+        On the event loop of an `AsyncAgentCache` it only begins to; await `aforget` there.
+
+        Raises:
+            StoreError: The store below memory cannot be changed.
+        """
+        gone = self._forget(thread_id)
+        futures = self._drop(gone)
+        if futures and _running_loop() is not self._loop():
+            for future in futures:
+                future.result()
         return gone
 
-    def _drop(self, episodes: Sequence[str]) -> None:
+    async def aforget(self, thread_id: str) -> tuple[str, ...]:
+        """Drops a thread's episodes, which frees their KV, and returns their ids.
+
+        Raises:
+            StoreError: The store below memory cannot be changed.
+        """
+        gone = self._forget(thread_id)
+        await asyncio.gather(*map(asyncio.wrap_future, self._drop(gone)))
+        return gone
+
+    def _forget(self, thread_id: str) -> tuple[str, ...]:
+        with self._lock:
+            return self._lines.forget(str(thread_id))
+
+    def _loop(self) -> asyncio.AbstractEventLoop | None:
         cache = self.cache
-        for episode in episodes if cache is not None else ():
-            cache.episode(episode).drop()
+        return cache._session.loop if cache is not None and cache.pids else None
+
+    def _drop(self, episodes: Sequence[str]) -> list[Future[None]]:
+        """Begins to drop episodes, on the cache's loop; without an engine there is no KV."""
+        cache, loop = self.cache, self._loop()
+        if cache is None or loop is None:
+            return []
+        futures = [asyncio.run_coroutine_threadsafe(cache.episode(episode).drop(), loop) for episode in episodes]
+        for future in futures:
+            future.add_done_callback(_log_failure)
+        return futures
+
+
+def _log_failure(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.warning("an episode was forgotten, but its KV was not freed: %s", error)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 _ROUTERS: Final[weakref.WeakKeyDictionary[AsyncAgentCache, Router]] = weakref.WeakKeyDictionary()

@@ -52,21 +52,19 @@ class FreeOnDelete(BaseCheckpointSaver[Any]):
     async def adelete_thread(self, thread_id: str) -> None:
         """Deletes a thread's checkpoints and drops its episodes."""
         await self.saver.adelete_thread(thread_id)
-        self._router.forget(thread_id)
+        await self._router.aforget(thread_id)
 
     def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
         """Prunes threads; strategy `delete` drops their episodes."""
         self.saver.prune(thread_ids, strategy=strategy)
-        self._pruned(thread_ids, strategy)
+        for thread_id in thread_ids if strategy == "delete" else ():
+            self._router.forget(thread_id)
 
     async def aprune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
         """Prunes threads; strategy `delete` drops their episodes."""
         await self.saver.aprune(thread_ids, strategy=strategy)
-        self._pruned(thread_ids, strategy)
-
-    def _pruned(self, thread_ids: Sequence[str], strategy: str) -> None:
         for thread_id in thread_ids if strategy == "delete" else ():
-            self._router.forget(thread_id)
+            await self._router.aforget(thread_id)
 
     # -- what is passed on ---------------------------------------------------------------------------------------------
 
