@@ -175,6 +175,8 @@ class CacheConfig(BaseModel):
         namespace: Tenant of this handle; checkpoints of other namespaces are never seen. vLLM's own exact prefix cache is shared,
             as it is without agentcache.
         events: File that every event is appended to as a JSON line.
+        events_text: Whether events hold the text of prompts and replies, which `agentcache report` then shows. Off: what people wrote
+            is private, and the file keeps it as long as it is kept.
         seed: Sampling seed of the engine.
         start_timeout_s: How long the engine may take to start.
         engine_args: Further `AsyncEngineArgs`, passed on as they are.
@@ -198,6 +200,7 @@ class CacheConfig(BaseModel):
     max_num_batched_tokens: int | None = Field(default=None, ge=16)
     namespace: str = Field(default="default", min_length=1, max_length=256)
     events: Path | None = None
+    events_text: bool = False
     seed: int = 0
     start_timeout_s: float = Field(default=600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)

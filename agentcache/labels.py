@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from agentcache.recovery.base import RecoveryPlan
-from agentcache.types import PromptDiff, Run, clip_runs, complement
+from agentcache.types import PromptDiff, Run, clip_runs, complement, merge_runs
 
 __all__ = ["NOTHING", "Label", "count_labels", "format_labels", "label_plan", "overlay", "parse_labels"]
 
@@ -74,16 +74,20 @@ def count_labels(text: str) -> dict[str, int]:
 
 
 def overlay(text: str, name: str, runs: Iterable[tuple[int, int]]) -> str:
-    """Returns a text in which rows of ascending disjoint runs have this label, whatever they were."""
+    """Returns a text in which rows of these runs have this label, whatever they were."""
     labels = [*parse_labels(text)]
     length = labels[-1].stop if labels else 0
-    covered = [*clip_runs(runs, 0, length)]
-    kept = (
-        Label(old, a, b)
-        for old, start, stop in labels
-        for a, b in complement(clip_runs(covered, start, stop), stop, start)
-    )
-    return format_labels([*kept, *(Label(name, *run) for run in covered)], length)
+    covered = [*clip_runs(merge_runs(runs), 0, length)]
+    out = [Label(name, *run) for run in covered]
+    waiting = iter(complement(covered, length))
+    gap = next(waiting, None)
+    for old, start, stop in labels:
+        while gap is not None and gap.start < stop:
+            out.append(Label(old, max(start, gap.start), min(stop, gap.stop)))
+            if gap.stop > stop:
+                break
+            gap = next(waiting, None)
+    return format_labels(out, length)
 
 
 def label_plan(plan: RecoveryPlan, diff: PromptDiff) -> str:
@@ -93,10 +97,10 @@ def label_plan(plan: RecoveryPlan, diff: PromptDiff) -> str:
         plan: What is restored and recomputed.
         diff: What it was made from, to the parent and the sources.
     """
-    labels = [Label("P" if run.new_start < diff.prefix else "F", run.new_start, run.new_stop) for run in plan.restore]
-    for start, stop in plan.recompute:
-        fresh = [*clip_runs(diff.fresh, start, stop)]
-        labels += [Label("X", *run) for run in fresh]
-        labels += [Label("R", *run) for run in complement(fresh, stop, start)]
-    labels.append(Label("N", *Run(plan.load_end, diff.new_len)))
+    restored = [Run(run.new_start, run.new_stop) for run in plan.restore]
+    fresh = [*clip_runs(diff.fresh, 0, plan.load_end)]
+    labels = [Label("P" if start < diff.prefix else "F", start, stop) for start, stop in restored]
+    labels += [Label("X", *run) for run in fresh]
+    labels += [Label("R", *run) for run in complement([*restored, *fresh], plan.load_end)]
+    labels.append(Label("N", plan.load_end, diff.new_len))
     return format_labels(labels, diff.new_len)

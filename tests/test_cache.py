@@ -29,7 +29,7 @@ from agentcache import (
     RequestTimeout,
 )
 from agentcache.engine import embedded
-from agentcache.events import read_events
+from agentcache.events import ReplyEnded, read_events
 
 pytestmark = pytest.mark.engine
 
@@ -157,7 +157,7 @@ def test_two_caches_live_side_by_side_and_closing_one_ends_its_open_calls(
             open_call.result(timeout=60)
     other.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert [type(e) for e in read_events(log)] == [PromptRevised, KVPaused]
+    assert [type(e) for e in read_events(log)] == [PromptRevised, ReplyEnded, KVPaused]
     with pytest.raises(AgentCacheError, match="closed"):
         other.generate(PROMPT)
     with pytest.raises(AgentCacheError, match="closed"):

@@ -7,18 +7,21 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from datetime import datetime
+from itertools import chain
 from typing import Any, Unpack
 
 from agentcache.engine.session import Session
 from agentcache.engine.wire import ResumeParams
 from agentcache.episodes import Revision
 from agentcache.errors import ConfigError, UnknownVersionError
-from agentcache.events import KVPaused, KVResumed
+from agentcache.episodes.pieces import TokenArray
+from agentcache.events import KVPaused, KVResumed, ReplyEnded
 from agentcache.recovery import get_policy
 from agentcache.recovery.registry import check_policy_reaches_engine
 from agentcache.reply import Reply, StreamChunk, VersionRecord
 from agentcache.request import GenerateOptions, Messages, RequestOptions
 
+from agentcache.token_text import token_texts
 __all__ = ["AsyncEpisode", "last_reply"]
 
 
@@ -224,7 +227,7 @@ class AsyncEpisode:
         # The last sampled token has no KV.
         computed = revision.diff.new_len + max(len(generated) - 1, 0)
         try:
-            session.tracker.finish(version, generated, computed=computed)
+            finished = session.tracker.finish(version, generated, computed=computed)
         except UnknownVersionError:
             return  # the episode was dropped meanwhile
         if reply is None or reply.recovery is None:
@@ -238,3 +241,22 @@ class AsyncEpisode:
         if reply.recovery.saved == "pending":
             session.without_kv.discard(version)
             session.bus.emit(KVPaused(episode=self.id, key=version, version=version, reason="the reply ended"))
+        session.bus.emit(self._ended(revision, reply, finished.token_ids))
+
+    def _ended(self, revision: Revision, reply: Reply, prompt: TokenArray) -> ReplyEnded:
+        assert reply.recovery is not None
+        fresh_text = reply_text = None
+        if self._session.config.events_text:
+            tokenizer = self._session.tokenizer
+            fresh = (token_texts(tokenizer, prompt[start:stop]) for start, stop in revision.diff.fresh)
+            fresh_text, reply_text = tuple(chain.from_iterable(fresh)), token_texts(tokenizer, reply.token_ids)
+        return ReplyEnded(
+            episode=self.id,
+            version=revision.version,
+            finish_reason=reply.finish_reason,
+            reply_tokens=len(reply.token_ids),
+            recovery=reply.recovery.model_dump(mode="json"),
+            spans=tuple((span.start, span.stop) for span in revision.spans),
+            fresh_text=fresh_text,
+            reply_text=reply_text,
+        )

@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from agentcache.engine.launch import Engine
 from agentcache.engine.wire import KEY, ResumeParams
 from agentcache.errors import ConfigError, RequestError, RequestTimeout
+from agentcache.labels import overlay
 from agentcache.reply import RecoveryReport, Reply, StreamChunk
 from agentcache.request import RequestOptions
 
@@ -176,6 +177,7 @@ async def _recovery(
         report["reason"] = report["reason"] or noted.get("fault")
         for name, sign in (("repair_tokens", 1), ("reused_tokens", -1)):
             report[name] += sign * noted.get("repaired_tokens", 0)
+        report["rows"] = overlay(report.get("rows", ""), "R", noted.get("repaired_rows", ()))
     recovery = RecoveryReport.model_validate(report | {"diff_ms": diff_ms, "ttft_ms": ttft_ms})
     recovery.count_reuse()
     return recovery

@@ -30,6 +30,7 @@ from agentcache.engine.sources import complaint, draw_on, find_versions
 from agentcache.engine.state import RequestState
 from agentcache.engine.step_clock import StepClock
 from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
+from agentcache.labels import NOTHING, format_labels, label_plan, overlay
 from agentcache.recovery.base import RecoveryPlan
 from agentcache.store.compose import Composition
 from agentcache.store.index import CheckpointIndex, Version
@@ -158,6 +159,8 @@ class SchedulerHalf:
         )
         salt_request(request, state.salts)
         state.note_plan(plan)
+        assert planned.context is not None
+        state.recovery.rows = label_plan(plan, planned.context.diff)
 
     def _estimator(self, request: Any, composition: Composition) -> Estimator | None:
         """Returns how long a request's first token takes by a plan, or None while nothing is known of this engine."""
@@ -415,13 +418,30 @@ class SchedulerHalf:
                 self._orders.saves.append(order)
             keep = order is not None
         for version in state.composition.versions if state.composition is not None else ():
+        self._label_rows(state)
             self.index.unpin(version)
         note = recovery.model_dump(mode="json")
-        ended = ("saved", "reason", "repair_tokens", "reused_tokens", "recompute_ratio")
+        ended = ("saved", "reason", "repair_tokens", "reused_tokens", "recompute_ratio", "rows", "precisions")
         self._note(state, {name: note[name] for name in ended})
         return keep, {KEY: note}
 
     @property
+    def _label_rows(self, state: RequestState) -> None:
+        """Completes the report's labels of rows: it is known now what was chosen in the worker, and loaded."""
+        recovery, length = state.recovery, state.recovery.prompt_tokens
+        if state.plan is None:
+            computed = recovery.prefix_tokens + recovery.new_tokens
+            labels = [("P", 0, recovery.prefix_tokens), ("N", recovery.prefix_tokens, computed)]
+            recovery.rows = format_labels(labels, length)
+            return
+        if recovery.restored_tokens or recovery.recomputed_tokens:  # the worker has told
+            recovery.rows = overlay(recovery.rows, "R", state.repaired)
+        if state.load is not None and state.composition is not None:
+            blocks = (block for version in state.composition.alive for block in self.index.objects_of(version))
+            tags = {block.object_id: block.tag for block in blocks}
+            stored = ((tags.get(e.object_id, NOTHING), e.position, e.position + e.length) for e in state.load.extents)
+            recovery.precisions = format_labels(stored, length)
+
     def busy(self) -> bool:
         """Whether the engine must keep stepping for us: saves are open or orders wait."""
         ours = bool(self.saves.open or self._news or self._orders.cancel or self._orders.clear)

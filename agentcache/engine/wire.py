@@ -117,6 +117,10 @@ class Recovery(BaseModel):
         estimate: What `auto` compared, from when the request is scheduled to its first token: `exact_ms`, and the other policy's by
             its name, e.g. `edit_local_ms`. None when there was nothing to choose.
         saved: What becomes of this version's checkpoint.
+        rows: Which rows of the prompt were P, X, R, F and N, see `agentcache.labels`: `P*42 X*7 R*32 F*3192 N*1`. Empty until the
+            request has ended.
+        precisions: How the rows that were restored had been stored, see `labels` and `ConnectorConfig.precision`: `-*49 exact*3224
+            -*1`; `mixed` where the blocks of one object differ.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -155,6 +159,8 @@ class Recovery(BaseModel):
     ttft_ms: float | None = None
     estimate: dict[str, float] | None = None
     saved: Literal["pending", "no", "refused"] = "no"
+    rows: str = ""
+    precisions: str = ""
 
     def count_reuse(self) -> None:
         """Sets `recompute_ratio` from the counts of S, F and lost rows."""

@@ -274,6 +274,7 @@ class WorkerHalf:
                 "restored_bytes": report.restored_bytes,
                 "recomputed_tokens": report.recomputed_tokens,
                 "repaired_tokens": run_tokens(report.repaired),
+                "repaired_rows": [list(run) for run in report.repaired],
                 "fault": report.fault,
                 "lost_tokens": report.lost_tokens,
                 "restore_ms": report.restore_ms,

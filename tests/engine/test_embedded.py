@@ -26,6 +26,7 @@ from agentcache import (
     RevisionKind,
     UnknownVersionError,
 )
+from agentcache.events import ReplyEnded
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -287,12 +288,13 @@ async def test_subscribers_hear_of_revision_resume_and_pause_in_order(cache: Asy
     await asyncio.sleep(0)
     unsubscribe()
     await episode.generate(chat("50 grams"), max_tokens=1)
-    kinds = [PromptRevised, KVPaused, KVPaused, KVResumed, PromptRevised, KVResumed, KVPaused]
+    kinds = [PromptRevised, ReplyEnded, KVPaused, KVPaused, KVResumed, PromptRevised, ReplyEnded, KVResumed, KVPaused]
     assert [type(e) for e in heard] == kinds
-    assert heard[2].key == "tool-1" and heard[2].version == first.version
-    assert heard[4].kind == RevisionKind.TOOL_RESULT and heard[4].parent == first.version
-    assert heard[5].version == heard[6].version == second.version
-    assert heard[5].recovery["reused_tokens"] > 0
+    assert heard[3].key == "tool-1" and heard[3].version == first.version
+    assert heard[5].kind == RevisionKind.TOOL_RESULT and heard[5].parent == first.version
+    assert heard[6].version == heard[7].version == heard[8].version == second.version
+    assert heard[7].recovery == heard[6].recovery and heard[7].recovery["reused_tokens"] > 0
+    assert heard[6].reply_tokens == 2 and heard[6].fresh_text is None
 
 
 async def test_a_dropped_episode_is_forgotten(cache: AsyncAgentCache) -> None:
