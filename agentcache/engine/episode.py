@@ -13,15 +13,15 @@ from typing import Any, Unpack
 from agentcache.engine.session import Session
 from agentcache.engine.wire import ResumeParams
 from agentcache.episodes import Revision
-from agentcache.errors import ConfigError, UnknownVersionError
 from agentcache.episodes.pieces import TokenArray
+from agentcache.errors import ConfigError, UnknownVersionError
 from agentcache.events import KVPaused, KVResumed, ReplyEnded
 from agentcache.recovery import get_policy
 from agentcache.recovery.registry import check_policy_reaches_engine
 from agentcache.reply import Reply, StreamChunk, VersionRecord
 from agentcache.request import GenerateOptions, Messages, RequestOptions
-
 from agentcache.token_text import token_texts
+
 __all__ = ["AsyncEpisode", "last_reply"]
 
 
@@ -234,6 +234,7 @@ class AsyncEpisode:
             return
         session.reports[version] = reply.recovery
         session.chunks.forget(reply.recovery.lost_sources)
+        session.bus.emit(self._ended(revision, reply, finished.token_ids))
         if reply.parent is not None:
             session.bus.emit(
                 KVResumed(episode=self.id, version=version, recovery=reply.recovery.model_dump(mode="json"))
@@ -241,7 +242,6 @@ class AsyncEpisode:
         if reply.recovery.saved == "pending":
             session.without_kv.discard(version)
             session.bus.emit(KVPaused(episode=self.id, key=version, version=version, reason="the reply ended"))
-        session.bus.emit(self._ended(revision, reply, finished.token_ids))
 
     def _ended(self, revision: Revision, reply: Reply, prompt: TokenArray) -> ReplyEnded:
         assert reply.recovery is not None

@@ -417,15 +417,14 @@ class SchedulerHalf:
             if order is not None:
                 self._orders.saves.append(order)
             keep = order is not None
-        for version in state.composition.versions if state.composition is not None else ():
         self._label_rows(state)
+        for version in state.composition.versions if state.composition is not None else ():
             self.index.unpin(version)
         note = recovery.model_dump(mode="json")
         ended = ("saved", "reason", "repair_tokens", "reused_tokens", "recompute_ratio", "rows", "precisions")
         self._note(state, {name: note[name] for name in ended})
         return keep, {KEY: note}
 
-    @property
     def _label_rows(self, state: RequestState) -> None:
         """Completes the report's labels of rows: it is known now what was chosen in the worker, and loaded."""
         recovery, length = state.recovery, state.recovery.prompt_tokens
@@ -442,6 +441,7 @@ class SchedulerHalf:
             stored = ((tags.get(e.object_id, NOTHING), e.position, e.position + e.length) for e in state.load.extents)
             recovery.precisions = format_labels(stored, length)
 
+    @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping for us: saves are open or orders wait."""
         ours = bool(self.saves.open or self._news or self._orders.cancel or self._orders.clear)
