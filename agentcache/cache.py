@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, Literal, Self, TypeVar, Unpack
 
 from agentcache.config import CacheConfig
 from agentcache.engine.embedded import AsyncAgentCache
@@ -155,8 +155,8 @@ class Episode:
         self._episode.resume_hint(key)
 
     def drop(self) -> None:
-        """Forgets the episode and every version that no fork needs."""
-        self._episode.drop()
+        """Forgets the episode and every version that no fork needs, and frees their KV; see `AsyncEpisode.drop`."""
+        self._thread.call(self._episode.drop())
 
 
 class AgentCache:
@@ -269,6 +269,10 @@ class AgentCache:
     def profile_pair(self, old_ids: Sequence[int], new_ids: Sequence[int], **wanted: Any) -> dict[str, Any]:
         """Returns what two revisions of a prompt show on an idle engine; see `AsyncAgentCache.profile_pair`."""
         return self._thread.call(self._cache.profile_pair(old_ids, new_ids, **wanted))
+
+    def probe(self, name: Literal["drift", "shift"], *args: Any) -> dict[str, Any]:
+        """Returns what a probe measures on an idle engine; see `AsyncAgentCache.probe`."""
+        return self._thread.call(self._cache.probe(name, *args))
 
     def restart(self) -> Self:
         """Returns self with a new engine. Episodes keep their history; their KV is gone, so each next request is exact."""

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentcache.errors import AgentCacheError, ConfigError
+from agentcache.evaluation.cli import eval_app
 from agentcache.profiling.cli import profile_app
 from agentcache.store.cli import store_app
 
@@ -47,6 +48,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(eval_app, name="eval")
 app.add_typer(profile_app, name="profile")
 app.add_typer(store_app, name="store")
 

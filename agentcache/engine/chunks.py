@@ -17,13 +17,13 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from agentcache.engine.upkeep import free_versions
 from agentcache.engine.wire import ResumeParams
 from agentcache.episodes import Rendered
 from agentcache.episodes.diff import as_ids
-from agentcache.errors import AgentCacheError, ConfigError, StoreError
+from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.reply import RecoveryReport, Reply
 from agentcache.request import RequestOptions
-from agentcache.store.tiers import Refused
 
 if TYPE_CHECKING:
     from agentcache.engine.session import Session
@@ -113,15 +113,8 @@ class Chunks:
             raise ConfigError(
                 f"{chunk!r} is no chunk; its id begins with {_PREFIX!r}. Episodes are dropped by Episode.drop()"
             )
-        session = self._session
         self.forget([chunk])
-        await session.running().call("agentcache_drop", session.config.namespace, chunk)
-        step = ResumeParams(version=f"{chunk}?{token_hex(8)}", save=False)
-        await self._ask([0], step)  # the workers' reports are taken in with a step
-        if session.store is not None:
-            gone = await asyncio.to_thread(session.store.delete, session.config.namespace, chunk)
-            if isinstance(gone, Refused):
-                raise StoreError(f"chunk {chunk!r} is gone from memory, and is still in the store: {gone.reason}")
+        await free_versions(self._session, [chunk])
 
     def _ids(self, text: str | Sequence[int], *, begins: bool) -> list[int]:
         """Returns text as token ids; at the beginning of a prompt with what the tokenizer puts there."""

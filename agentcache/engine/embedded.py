@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from rich.console import Console
 
@@ -18,6 +18,7 @@ from agentcache.config import CacheConfig
 from agentcache.engine.episode import AsyncEpisode, last_reply
 from agentcache.engine.launch import Engine, EngineStart
 from agentcache.engine.session import Session
+from agentcache.engine.upkeep import FLUSH_S, flush
 from agentcache.episodes import Rendered
 from agentcache.episodes.messages import Tool
 from agentcache.errors import AgentCacheError, UnknownVersionError, UnsupportedModelError
@@ -34,7 +35,6 @@ __all__ = ["AsyncAgentCache"]
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 30.0
-_FLUSH_S = 30.0
 
 
 class AsyncAgentCache:
@@ -115,7 +115,7 @@ class AsyncAgentCache:
     async def _flush_before_close(self) -> None:
         try:
             if not await self.flush():
-                logger.warning("saves were still open after %.0f s; what is not stored is lost", _FLUSH_S)
+                logger.warning("saves were still open after %.0f s; what is not stored is lost", FLUSH_S)
         except AgentCacheError as error:
             logger.warning("open saves are lost: %s", error)
 
@@ -219,25 +219,15 @@ class AsyncAgentCache:
             ConfigError: This is no chunk's id.
             StoreError: The store below cannot be changed.
         """
-        if self._session.store is not None:
-            await self.flush()  # it may be on its way down
         await self._session.chunks.drop(chunk)
 
-    async def flush(self, timeout_s: float = 30.0) -> bool:
+    async def flush(self, timeout_s: float = FLUSH_S) -> bool:
         """Returns whether all saves of replies that have ended are stored, in memory and in the store below it.
 
         Args:
             timeout_s: How long to wait for that.
         """
-        engine = self._session.running()
-        deadline = time.monotonic() + timeout_s
-        # The workers hear in the next step what ended; a request of one token makes sure that there is one.
-        await self.generate([0], max_tokens=1)
-        while any(_open_saves(rank) for rank in await engine.call("agentcache_stats")):
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(0.01)
-        return True
+        return await flush(self._session, timeout_s)
 
     async def reopen(self, episode_id: str) -> AsyncEpisode:
         """Returns an episode of an earlier process, which goes on at its newest version in the store below memory.
@@ -319,6 +309,19 @@ class AsyncAgentCache:
         measured: dict[str, Any] = ranks[0]  # they have agreed on all that they measured
         return measured
 
+    async def probe(self, name: Literal["drift", "shift"], *args: Any) -> dict[str, Any]:
+        """Returns what a probe of `engine.drift_probe` or `engine.shift_probe` measures on an idle engine.
+
+        Raises:
+            AgentCacheError: The engine is not idle.
+            RequestError: There is nothing to measure, or the KV cache is too small.
+        """
+        await self._empty()
+        ranks = await self._session.running().call(f"agentcache_{name}", *args)
+        await self._empty()
+        measured: dict[str, Any] = ranks[0]  # they have agreed on all that they measured
+        return measured
+
     async def _empty(self) -> None:
         """Empties the prefix cache of an engine without open requests or saves."""
         deadline = time.monotonic() + _IDLE_S
@@ -333,13 +336,6 @@ class AsyncAgentCache:
     def pids(self) -> list[int]:
         """Ids of the engine's processes: EngineCore, then workers."""
         return [] if self._session.engine is None else self._session.engine.pids
-
-
-def _open_saves(rank: dict[str, Any]) -> bool:
-    """Whether a worker, or the scheduler half as far as it has told, has a save that is not stored yet."""
-    tier = rank["tier"] or {"worker": {"pending": 0}, "scheduler": {}}
-    known = (rank["pending_saves"], rank["index"].get("open_saves"), tier["worker"]["pending"])
-    return any(known) or bool(tier["scheduler"].get("open_saves"))
 
 
 @contextlib.contextmanager

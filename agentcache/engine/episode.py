@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, Unpack
 
 from agentcache.engine.session import Session
+from agentcache.engine.upkeep import free_late, free_versions, stored_versions
 from agentcache.engine.wire import ResumeParams
 from agentcache.episodes import Revision
 from agentcache.episodes.pieces import TokenArray
@@ -122,12 +123,22 @@ class AsyncEpisode:
             self._session.hint(head)
         self._session.bus.emit(KVResumed(episode=self.id, key=key, version=self.head))
 
-    def drop(self) -> None:
-        """Forgets the episode and every version that no fork needs. Their checkpoints leave the store when it needs the room."""
-        self._session.guard.forget(self.id)
-        for version in self._session.tracker.drop(self.id):
-            self._session.reports.pop(version, None)
-            self._session.without_kv.discard(version)
+    async def drop(self) -> None:
+        """Forgets the episode and every version that no fork needs, and frees their KV, in memory and in the store below it.
+
+        A request of it that still runs is answered, and not kept. Rows that other versions share stay with them.
+
+        Raises:
+            StoreError: The store below cannot be changed; the episode is forgotten all the same.
+        """
+        session = self._session
+        session.guard.forget(self.id)
+        gone = session.tracker.drop(self.id)
+        for version in gone:
+            session.reports.pop(version, None)
+            session.without_kv.discard(version)
+        below = [v for v in await stored_versions(session, self.id) if not session.tracker.knows(v)]
+        await free_versions(session, dict.fromkeys([*gone, *below]))
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +240,8 @@ class AsyncEpisode:
         try:
             finished = session.tracker.finish(version, generated, computed=computed)
         except UnknownVersionError:
-            return  # the episode was dropped meanwhile
+            session.spawn(free_late(session, version))  # the episode was dropped meanwhile
+            return
         if reply is None or reply.recovery is None:
             return
         session.reports[version] = reply.recovery

@@ -375,6 +375,7 @@ class SchedulerHalf:
             version = self.index.lookup(*forgotten)
             if version is not None:
                 self.index.drop_version(version)
+                self._news = True  # the workers hear of it, though no request runs
         for hint in report.hints:
             version = self.index.lookup(*hint)
             if version is not None:

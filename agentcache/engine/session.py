@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
@@ -60,6 +60,7 @@ class Session:
         self.guard = QualityGuard(config.guard)
         self.shadows = Shadows(self)
         self.chunks = Chunks(self)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._tokenizer: Any = None
         self._renderer: Renderer | None = None
 
@@ -118,6 +119,12 @@ class Session:
                 logger.warning("the hint for version %s did not reach the engine: %s", version, error)
 
         asyncio.run_coroutine_threadsafe(call(), loop)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts work on the running event loop that nobody waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     @property
     def tokenizer(self) -> Any:

@@ -8,9 +8,11 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from agentcache.engine.connector import AgentCacheConnector
+from agentcache.engine.drift_probe import measure_drift
 from agentcache.engine.profile_rpc import measure_pair
 from agentcache.engine.runtime import Runtime
 from agentcache.engine.selfcheck import check_recovery
+from agentcache.engine.shift_probe import measure_shift
 from agentcache.engine.worker_half import WorkerHalf
 from agentcache.errors import AgentCacheError
 
@@ -52,6 +54,18 @@ class WorkerExtension:
         measured: dict[str, Any] = measure_pair(*self._agentcache_pages(), old_ids, new_ids, **wanted)
         return measured
 
+    def agentcache_drift(self, old_ids: list[int], new_ids: list[int]) -> dict[str, Any]:
+        """Returns how similar stale rows are to exact ones, see `drift_probe`; the engine must be idle."""
+        runtime, _, blocks = self._agentcache_pages()
+        measured: dict[str, Any] = measure_drift(runtime, blocks, old_ids, new_ids)
+        return measured
+
+    def agentcache_shift(self, ids: list[int], chunks: list[list[int]], wanted: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the mean shift explains of reused chunks' errors, see `shift_probe`; the engine must be idle."""
+        runtime, _, blocks = self._agentcache_pages()
+        measured: dict[str, Any] = measure_shift(runtime, blocks, ids, chunks, **wanted)
+        return measured
+
     def _agentcache_pages(self) -> tuple[Runtime, Any, int]:
         """Returns the runtime, the model and how many pages the KV cache has."""
         runtime = self._agentcache_half().runtime
@@ -72,6 +86,6 @@ class WorkerExtension:
         """Notes that a version will be resumed soon."""
         self._agentcache_half().hint(namespace, version)
 
-    def agentcache_drop(self, namespace: str, version: str) -> None:
-        """Has a version dropped in the next step."""
-        self._agentcache_half().forget(namespace, version)
+    def agentcache_drop(self, namespace: str, versions: list[str]) -> None:
+        """Has versions dropped in the next step."""
+        self._agentcache_half().forget(namespace, versions)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -330,9 +330,9 @@ class WorkerHalf:
         if self.tier is not None:
             self.tier.warm(namespace, version)
 
-    def forget(self, namespace: str, version: str) -> None:
-        """Has the scheduler half drop a version with this rank's next report."""
-        self._report.forget.add((namespace, version))
+    def forget(self, namespace: str, versions: Iterable[str]) -> None:
+        """Has the scheduler half drop versions with this rank's next report."""
+        self._report.forget.update((namespace, version) for version in versions)
 
     def _note(self, key: tuple[str, str], note: dict[str, object]) -> None:
         self.notes[key] = self.notes.get(key, {}) | note

@@ -204,6 +204,10 @@ class EpisodeTracker:
             )
         return found
 
+    def knows(self, version: str) -> bool:
+        """Whether there is a version of this id."""
+        return version in self._versions
+
     def head(self, episode: str) -> Version | None:
         """Returns the version that the next one is compared with, or None for an unknown or empty episode."""
         with self._lock:

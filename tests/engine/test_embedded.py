@@ -300,8 +300,51 @@ async def test_subscribers_hear_of_revision_resume_and_pause_in_order(cache: Asy
 async def test_a_dropped_episode_is_forgotten(cache: AsyncAgentCache) -> None:
     episode = cache.episode("dropped")
     reply = await episode.generate(chat("12 grams"), max_tokens=1)
-    episode.drop()
+    await episode.drop()
     assert episode.history() == [] and reply.version not in cache._session.reports
+
+
+async def held(cache: AsyncAgentCache) -> tuple[int, int]:
+    """Returns how many versions the index holds, and how many objects the worker does."""
+    assert await cache.flush()
+    rank = (await cache.stats())["ranks"][0]
+    return rank["index"]["versions"], rank["objects"]
+
+
+async def test_a_dropped_episode_frees_its_kv(cache: AsyncAgentCache) -> None:
+    before = await held(cache)
+    episode = cache.episode("freed")
+    await episode.generate(chat("13 grams"), max_tokens=2)
+    await episode.generate(chat("14 grams"), max_tokens=2)
+    assert (await held(cache))[0] == before[0] + 2
+    await episode.drop()
+    assert await held(cache) == before
+
+
+async def test_a_fork_keeps_what_it_needs_of_a_dropped_episode(cache: AsyncAgentCache) -> None:
+    episode = cache.episode("trunk")
+    first = await episode.generate(chat("15 grams"), max_tokens=2)
+    await episode.generate(chat("16 grams"), max_tokens=2)
+    fork = episode.fork(first.version)
+    before = await held(cache)
+    await episode.drop()
+    assert (await held(cache))[0] == before[0] - 1
+    reply = await fork.generate(chat("17 grams"), max_tokens=2)
+    assert reply.parent == first.version and reply.recovery is not None and reply.recovery.reused_tokens > 0
+    await fork.drop()
+
+
+async def test_a_reply_to_an_episode_that_was_dropped_meanwhile_is_not_kept(cache: AsyncAgentCache) -> None:
+    before = await held(cache)
+    episode = cache.episode("late")
+    chunks = episode.stream(chat("18 grams"), max_tokens=8)
+    await anext(chunks)
+    await episode.drop()
+    async for _ in chunks:
+        pass
+    deadline = asyncio.get_running_loop().time() + 30
+    while await held(cache) != before:
+        assert asyncio.get_running_loop().time() < deadline, await held(cache)
 
 
 @pytest.mark.parametrize("episode_id", ["", "x" * 257])

@@ -163,7 +163,7 @@ async def test_what_an_episode_hears_of_a_lost_chunk_has_it_encoded_again(
     assert await cache.flush()
     store = cache._session.store
     assert store is not None and store.delete("default", chunk) is True
-    await cache._session.running().call("agentcache_drop", "default", chunk)
+    await cache._session.running().call("agentcache_drop", "default", [chunk])
     await cache.generate([0], max_tokens=1)
     assert await cache.encode_chunk(MEMORIES[0]) == chunk, "it believes that the chunk is there"
     reply = await cache.episode("lost-1").generate(chat(MEMORIES[0]), sources=[chunk], **REPLY)
