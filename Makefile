@@ -7,6 +7,9 @@ ENGINE ?= cpu
 ARGS ?=
 BIN := .venv/bin
 
+# Where it is set, each of an engine's three processes would compile all of vLLM and torch anew at every start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo test test-all check bench clean
 
