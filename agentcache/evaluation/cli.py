@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import agentcache.evaluation.cli_drift  # noqa: F401
+import agentcache.evaluation.cli_drift
+import agentcache.evaluation.cli_memory  # noqa: F401
 from agentcache.evaluation.app import eval_app
 
 __all__ = ["eval_app"]

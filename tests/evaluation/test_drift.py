@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from agentcache.cli import app
 from agentcache.episodes.diff import diff_tokens
 from agentcache.errors import ConfigError
 from agentcache.evaluation import cli_drift
-from agentcache.evaluation.app import eval_app
 from agentcache.evaluation.drift import (
     KINDS,
     DriftRun,
@@ -125,8 +125,8 @@ def test_the_report_shows_near_blocks_and_the_last_one_and_a_line_a_model(tmp_pa
 @pytest.mark.engine
 def test_quick_shows_what_must_hold_and_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "drift.json"
-    command = ["drift", "--quick", "--plots", "--out", str(out)]
-    done = CliRunner().invoke(eval_app, command)
+    command = ["eval", "drift", "--quick", "--plots", "--out", str(out)]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
     assert found["pairs"] == 4 and found["provenance"]["model"]["name"] == "smollm2"
@@ -140,6 +140,6 @@ def test_quick_shows_what_must_hold_and_measures_nothing_again(tmp_path: Path, m
     assert (tmp_path / "drift-drift.png").exists() and "By distance" in (tmp_path / "drift.md").read_text()
 
     monkeypatch.setattr(cli_drift, "_engine", lambda *_: pytest.fail("everything was measured"))
-    done = CliRunner().invoke(eval_app, command)
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert json.loads(out.read_text())["cells"] == found["cells"]
