@@ -16,6 +16,7 @@ from agentcache.integrations.langchain import ChatAgentCache
 from agentcache.integrations.langchain.calls import Caller
 from agentcache.integrations.langchain.engine import EngineHandle
 from agentcache.integrations.langchain.families import ParserNames
+from agentcache.integrations.langchain.runs import run_of
 
 __all__ = ["FREE", "Call", "Scripted", "call_text"]
 
@@ -118,7 +119,7 @@ class Scripted(ChatAgentCache):
         return [call for call in self._caller.done if call.report["episode"] is None]
 
     def _prepare(self, messages: Any, stop: Any, run_manager: Any, said: Any) -> Any:
-        script = self._aside if run_manager.metadata.get("lc_source") else self._script
+        script = self._aside if run_of(run_manager).metadata.get("lc_source") else self._script
         wanted = script.pop(0) if script else None
         text = call_text(*wanted) if isinstance(wanted, list) else wanted
         forced = {"extra": _only(text), "max_tokens": 256} if text is not None else FREE
