@@ -19,6 +19,7 @@ __all__ = ["Choice", "Line", "Lines", "Place"]
 
 _LOOKED_BACK: Final = 16  # versions of an episode that a prompt is compared with
 _REMEMBERED: Final = 512  # versions of an episode that a checkpoint may name
+_MOST_THREADS: Final = 10_000  # threads that are remembered; one that is not begins with its episode's head
 _SAME: Final = 0.5  # share of text in common that makes a subgraph's prompt the next of an episode
 _LONGEST_ID: Final = 200
 # LangChain's id of a reply that has none of its own holds the id of its run.
@@ -207,7 +208,7 @@ class Lines:
 
     def __init__(self, most_runs: int) -> None:
         self._most = most_runs
-        self._threads: dict[str, dict[str, _Nodes]] = {}
+        self._threads: OrderedDict[str, dict[str, _Nodes]] = OrderedDict()
         self._runs: OrderedDict[str, Line] = OrderedDict()
         self._replies: weakref.WeakValueDictionary[str, Line] = weakref.WeakValueDictionary()
         self._open: weakref.WeakKeyDictionary[Any, Choice] = weakref.WeakKeyDictionary()
@@ -285,6 +286,9 @@ class Lines:
     def _thread_line(self, place: Place, messages: Sequence[BaseMessage], prompt: Fingerprint) -> Line:
         assert place.thread is not None
         nodes = self._threads.setdefault(place.thread, {}).setdefault(place.nodes, _Nodes())
+        self._threads.move_to_end(place.thread)
+        while len(self._threads) > _MOST_THREADS:
+            self._threads.popitem(last=False)
         here = [line for line in nodes.lines if place.path in line.paths]
         free = [line for line in here if not line.open]
         if not here:

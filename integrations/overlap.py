@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
 __all__ = ["Fingerprint", "Overlap", "fingerprint", "overlap"]
@@ -37,32 +37,38 @@ class Overlap(NamedTuple):
         return self.prefix + self.common
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Fingerprint:
     """A prompt's messages as hashes of their content. Messages are changed in place and keep their ids, so neither will do.
 
     Attributes:
-        keys: A hash a message, of this process.
-        sizes: Characters a message; negative for a system message.
+        keys: A hash a message, of this process; int64.
+        sizes: Characters a message; negative for a system message; int64.
     """
 
-    keys: array[int]
-    sizes: array[int]
+    keys: np.ndarray
+    sizes: np.ndarray
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The keys."""
+        return frozenset(self.keys.tolist())
 
     @property
     def said(self) -> int:
         """Characters of all messages but system messages."""
-        return sum(size for size in self.sizes if size > 0)
+        return _said(self.sizes)
 
     def then(self, message: BaseMessage) -> Fingerprint:
         """Returns the fingerprint of the prompt with one more message."""
         more = fingerprint([message])
-        return Fingerprint(self.keys + more.keys, self.sizes + more.sizes)
+        return Fingerprint(np.concatenate([self.keys, more.keys]), np.concatenate([self.sizes, more.sizes]))
 
 
 def fingerprint(messages: Iterable[BaseMessage]) -> Fingerprint:
     """Returns a prompt's fingerprint."""
-    keys, sizes = array("q"), array("q")
+    keys: list[int] = []
+    sizes: list[int] = []
     for message in messages:
         content = _text(message.content)
         calls = _text(message.tool_calls) if isinstance(message, AIMessage) and message.tool_calls else ""
@@ -70,31 +76,23 @@ def fingerprint(messages: Iterable[BaseMessage]) -> Fingerprint:
         keys.append(hash((message.type, content, calls, answers)))
         size = len(content) + len(calls) + _OVERHEAD
         sizes.append(-size if message.type == "system" else size)
-    return Fingerprint(keys, sizes)
+    return Fingerprint(np.array(keys, np.int64), np.array(sizes, np.int64))
 
 
 def overlap(old: Fingerprint, new: Fingerprint) -> Overlap:
-    """Returns what a new prompt has of an old one."""
-    same = 0
-    for mine, other in zip(old.keys, new.keys, strict=False):
-        if mine != other:
-            break
-        same += 1
-    prefix = _total(old.sizes[:same])
-    if same == len(old.keys):
-        return Overlap(prefix, prefix, sum(size for size in old.sizes if size > 0), True)
-    left = Counter(new.keys[same:])
-    common, said = prefix, sum(size for size in old.sizes[:same] if size > 0)
-    for key, size in zip(old.keys[same:], old.sizes[same:], strict=True):
-        if left[key]:
-            left[key] -= 1
-            common += abs(size)
-            said += max(size, 0)
-    return Overlap(prefix, common, said, False)
+    """Returns what a new prompt has of an old one; a message that stands there once counts as often as the old one has it."""
+    shared = min(len(old.keys), len(new.keys))
+    differs = np.flatnonzero(old.keys[:shared] != new.keys[:shared])
+    same = int(differs[0]) if differs.size else shared
+    prefix = int(np.abs(old.sizes[:same]).sum())
+    behind = zip(old.keys[same:].tolist(), old.sizes[same:].tolist(), strict=True)
+    rest = [size for key, size in behind if key in new.members]
+    said = _said(old.sizes[:same]) + sum(size for size in rest if size > 0)
+    return Overlap(prefix, prefix + sum(map(abs, rest)), said, same == len(old.keys))
 
 
-def _total(sizes: Sequence[int]) -> int:
-    return sum(abs(size) for size in sizes)
+def _said(sizes: np.ndarray) -> int:
+    return int(sizes[sizes > 0].sum())
 
 
 def _text(value: Any) -> str:

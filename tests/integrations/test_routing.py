@@ -15,6 +15,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Send
 
+from agentcache.integrations import lines
 from agentcache.integrations.lines import _episode_id
 from agentcache.integrations.overlap import fingerprint, overlap
 from agentcache.integrations.routing import CallContext, Router, current_call
@@ -335,7 +336,7 @@ def test_a_message_that_was_changed_in_place_is_another_one() -> None:
     router.finished(first, reply("v1"), said)
     before = fingerprint(messages)
     messages[0].content = "my number is [REDACTED]"
-    assert before.keys != fingerprint(messages).keys
+    assert before.keys.tolist() != fingerprint(messages).keys.tolist()
     assert overlap(before, fingerprint(messages)).common == 0
 
 
@@ -346,3 +347,27 @@ def test_overlap_counts_the_prefix_twice_and_system_messages_apart() -> None:
     assert (found.prefix, found.common, found.said, found.is_append) == (100, 120, 20, False)
     assert found.score == 220
     assert overlap(old, fingerprint([system, one, two, three])).is_append
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_was_long_unused_goes_on_with_its_episodes_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_MOST_THREADS", 2)
+    m = model()
+    for thread in ("a", "b", "c", "a"):
+        m.invoke("one", {"metadata": {"thread_id": thread}})
+    assert m.router.episodes("b") == () and m.calls[3].episode == "a" and m.calls[3].parent is None
+
+
+def test_only_the_newest_versions_are_kept_for_comparison() -> None:
+    router = Router()
+    messages: list[Any] = [SystemMessage("You are careful. " * 100)]
+    for i in range(100):
+        messages += [HumanMessage(f"{i} " + "question " * 70), AIMessage(f"{i} " + "answer " * 90, id=f"a{i}")]
+    for turn in range(20):
+        prompt = [*messages[: 1 + turn], HumanMessage(f"cleared {turn}"), *messages[2 + turn :]]
+        route = router.route(prompt, {"thread_id": "t"}, str(turn))
+        router.finished(route, reply(f"v{turn}"), AIMessage("ok"))
+    compared = router._lines._threads["t"][""].lines[0]
+    assert sum(v.prompt is not None for v in compared._versions) == lines._LOOKED_BACK

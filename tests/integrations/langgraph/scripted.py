@@ -18,7 +18,7 @@ from agentcache.integrations.langchain.engine import EngineHandle
 from agentcache.integrations.langchain.families import ParserNames
 from agentcache.integrations.langchain.runs import run_of
 
-__all__ = ["FREE", "Call", "Scripted", "call_text"]
+__all__ = ["FREE", "Call", "Scripted", "call_text", "only", "plain"]
 
 FREE: dict[str, Any] = {"max_tokens": 6, "extra": {"ignore_eos": True}}
 """A reply that nothing forces."""
@@ -66,6 +66,14 @@ class Call:
             run[1:] = np.where(new == token, run[:-1] + 1, 0)
             best = max(best, int(run.max()))
         return best
+
+
+def plain(engine: AgentCache, call: Call) -> list[int]:
+    """What vLLM alone answers to a call's prompt, with nothing of its caches."""
+    options = {"max_tokens": call.options["max_tokens"], "extra": call.options["extra"]}
+    reply = engine.generate(call.ids, salt=f"plain {call.report['version']}", **options)
+    assert reply.cached_tokens == 0
+    return reply.token_ids
 
 
 class _NotingCaller(Caller):
@@ -122,7 +130,7 @@ class Scripted(ChatAgentCache):
         script = self._aside if run_of(run_manager).metadata.get("lc_source") else self._script
         wanted = script.pop(0) if script else None
         text = call_text(*wanted) if isinstance(wanted, list) else wanted
-        forced = {"extra": _only(text), "max_tokens": 256} if text is not None else FREE
+        forced = {"extra": only(text), "max_tokens": 256} if text is not None else FREE
         # A call that must be made is made by the script.
         tools = [
             {**t, "function": {k: v for k, v in t["function"].items() if k != "strict"}} for t in said.get("tools", ())
@@ -133,7 +141,7 @@ class Scripted(ChatAgentCache):
         return super()._prepare(messages, stop, run_manager, {**said, **forced} | ({"tools": tools} if tools else {}))
 
 
-def _only(text: str) -> dict[str, Any]:
+def only(text: str) -> dict[str, Any]:
     from vllm.sampling_params import StructuredOutputsParams
 
     return {"structured_outputs": StructuredOutputsParams(grammar=f"root ::= {json.dumps(text)}")}

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from agentcache import AgentCache, KVPaused, KVResumed, RevisionKind
 from agentcache.integrations.langgraph import AgentCacheMiddleware, FreeOnDelete, wrap_node
-from tests.integrations.langgraph.scripted import Call, Scripted
+from tests.integrations.langgraph.scripted import Scripted, plain
 
 pytestmark = pytest.mark.engine
 
@@ -36,14 +36,6 @@ def look(q: str) -> str:
 def ask(agent: Any, text: str, thread: str | None, **config: Any) -> Any:
     where = {"configurable": {"thread_id": thread}} if thread is not None else {}
     return agent.invoke({"messages": [HumanMessage(text)]}, {**where, **config})
-
-
-def plain(engine: AgentCache, call: Call) -> list[int]:
-    """What vLLM alone answers, with nothing of its caches."""
-    options = {"max_tokens": call.options["max_tokens"], "extra": call.options["extra"]}
-    reply = engine.generate(call.ids, salt=f"plain {call.report['version']}", **options)
-    assert reply.cached_tokens == 0
-    return reply.token_ids
 
 
 # -- forks and time travel ---------------------------------------------------------------------------------------------
@@ -89,15 +81,25 @@ def test_an_edit_of_an_old_state_reuses_what_stands_behind_it(engine: AgentCache
 # -- sub-agents and parallel tools -------------------------------------------------------------------------------------
 
 
-def test_parallel_tools_answer_in_the_order_of_their_calls_and_only_add(engine: AgentCache) -> None:
+def test_parallel_tools_answer_in_the_order_of_their_calls_and_only_add(
+    engine: AgentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     m = Scripted.on(engine, [("weigh", {"q": "a"}), ("weigh", {"q": "b"})], None)
-    b_is_done = threading.Event()
+    b_is_done, hinted = threading.Event(), threading.Event()
+    session, hints = engine._cache._session, []
+
+    def hint(version: str) -> None:
+        hints.append(version)
+        type(session).hint(session, version)
+        hinted.set()
+
+    monkeypatch.setattr(session, "hint", hint)
 
     @tool
     def weigh(q: str) -> str:
         """Weighs a shelf."""
         if q == "a":
-            assert b_is_done.wait(10)
+            assert b_is_done.wait(10) and hinted.wait(10)  # while this one still runs
         else:
             b_is_done.set()
         return f"shelf {q}: 49 kilograms"
@@ -110,6 +112,7 @@ def test_parallel_tools_answer_in_the_order_of_their_calls_and_only_add(engine: 
     a, b = (call["id"] for call in state["messages"][1].tool_calls)
     told = [(type(e), e.key) for e in heard if e.key in (a, b)]
     assert told[:2] == [(KVPaused, a), (KVPaused, b)] and told[2:] == [(KVResumed, a)]
+    assert hints == [m.calls[0].report["version"]]  # the engine was told once
     call = m.calls[1]
     assert call.kind is RevisionKind.APPEND and call.tokens.prefix_tokens == len(call.old_ids)
     assert [message["content"][6] for message in call.chat if message["role"] == "tool"] == ["a", "b"]

@@ -23,16 +23,17 @@ from langchain.agents.middleware import (
     SummarizationMiddleware,
     TodoListMiddleware,
     before_model,
+    wrap_model_call,
 )
 from langchain.agents.structured_output import ToolStrategy
-from langchain_core.messages import HumanMessage, RemoveMessage
+from langchain_core.messages import HumanMessage, RemoveMessage, trim_messages
 from langchain_core.tools import tool
 from langgraph.types import Command
 from pydantic import BaseModel
 
 from agentcache import AgentCache, KVPaused, KVResumed, RevisionKind
 from agentcache.integrations.langgraph import AgentCacheCallbackHandler, AgentCacheMiddleware
-from tests.integrations.langgraph.scripted import Call, Scripted
+from tests.integrations.langgraph.scripted import Call, Scripted, plain
 
 pytestmark = pytest.mark.engine
 
@@ -71,14 +72,6 @@ def scenario(
     free = exact.calls[-1]
     assert len(free.reply) == 6 and plain(engine, free) == free.reply
     return lossy.calls, lossy
-
-
-def plain(engine: AgentCache, call: Call) -> list[int]:
-    """What vLLM alone answers, with nothing of its caches."""
-    options = {"max_tokens": call.options["max_tokens"], "extra": call.options["extra"]}
-    reply = engine.generate(call.ids, salt=f"plain {call.report['version']}", **options)
-    assert reply.cached_tokens == 0
-    return reply.token_ids
 
 
 def check_edit(call: Call, kind: RevisionKind, *, reused: int) -> None:
@@ -166,19 +159,30 @@ def test_the_summarisation_of_deepagents_changes_the_request_alone(
     assert len(model.aside) == 1
 
 
-def test_removing_the_oldest_messages_is_a_truncation(engine: AgentCache, savers: Any) -> None:
-    @before_model
-    def trim(state: Any, runtime: Any) -> dict[str, Any] | None:
-        old = state["messages"]
-        return {"messages": [RemoveMessage(id=m.id) for m in old[:2]]} if len(old) > 4 else None
+@before_model
+def remove_oldest(state: Any, runtime: Any) -> dict[str, Any] | None:
+    old = state["messages"]
+    return {"messages": [RemoveMessage(id=m.id) for m in old[:2]]} if len(old) > 4 else None
 
+
+@wrap_model_call
+def trim_request(request: Any, handler: Callable[[Any], Any]) -> Any:
+    kept = trim_messages(
+        request.messages, max_tokens=450, token_counter=request.model, strategy="last", start_on="human"
+    )
+    return handler(request.override(messages=kept))
+
+
+@pytest.mark.parametrize("trim", [remove_oldest, trim_request], ids=["RemoveMessage", "trim_messages"])
+def test_leaving_out_the_oldest_messages_is_a_truncation(engine: AgentCache, savers: Any, trim: Any) -> None:
     def run(model: Scripted, last: list[Any], saver: Any) -> None:
         agent = create_agent(model, [look], middleware=[trim, *last], checkpointer=saver, system_prompt="Be brief.")
-        ask(agent, "What do you sell?", model.thread)
+        ask(agent, "What do you sell, and since when? " * 4, model.thread)
         ask(agent, "What is on shelf a?", model.thread)
 
     calls, _ = scenario(engine, savers, run, "Shelves, mostly.", [("look", {"q": "a"})], None)
     check_edit(calls[2], RevisionKind.TRUNCATION, reused=20)
+    assert "sell" not in str(calls[2].chat)
 
 
 def test_personal_data_that_is_redacted_in_a_reply_is_an_edit_of_the_reply(engine: AgentCache, savers: Any) -> None:
