@@ -1,8 +1,8 @@
 """Questions over documents that were edited, seeded: an agent's chat before and after its controller changed what it has read.
 
-The chat reads documents one by one; the question comes as a new turn, after the edit. The new chat is the true one, with every
-document that the answer needs; the old one is what the checkpoint holds. In the LongBench manner the documents are the
-question's own and others that do not help, up to a length.
+One message holds the documents, as a search returned them; the question comes as a new turn, after the edit. The new chat is the
+true one, with every document that the answer needs; the old one is what the checkpoint holds. In the LongBench manner the documents
+are the question's own and others that do not help, up to a length.
 
 ```
 replace     a document of another task stood in this one's place                    (tool-result replacement)
@@ -29,7 +29,6 @@ No text is invented but the frames.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -55,12 +54,12 @@ _TAKES_AWAY: Final = ("delete", "clear")  # what they change is no longer there,
 _CHARACTERS_A_TOKEN: Final = 4
 _GOLD_SHARE: Final = 0.75  # of the length, at most: the rest is for what does not help
 _LEAST_OTHERS: Final = 3
+_SHORTEST_OTHER: Final = 240  # characters that a document which does not help may have in any case
 _NEAR: Final = 12  # other questions whose documents and answers may come in
-_SYSTEM: Final = (
-    "You read documents and then answer a question about them with a few words, without a sentence around them."
-)
+_SYSTEM: Final = "You answer questions from documents. Give only the answer, in a few words, and nothing else."
 _TASK: Final = "Read these documents. I will ask you about them."
 _READY: Final = "I have read the documents."
+_QUESTION: Final = "Answer with a few words from the documents. Give only the answer, no sentence.\nQuestion: {}"
 _CLEARED: Final = "[Old tool result content cleared]"
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
@@ -88,14 +87,6 @@ class QAItem:
     answers: tuple[str, ...]
     old: tuple[Message, ...]
     new: tuple[Message, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One thing that the agent did and what it got."""
-
-    action: str
-    result: str
 
 
 def make_items(
@@ -175,8 +166,8 @@ def _item(
     foreign = _foreign(question, near, rng)
     documents, at = _ordered(question, foreign, carrier, characters, rng)
     wrong = [q.answers[0] for q in near if not holds_answer(q.answers[0], question.answers)]
-    old, new = _MAKERS[kind](documents, at, _Edit(question, foreign, wrong))
-    ask = ({"role": "assistant", "content": _READY}, {"role": "user", "content": f"Question: {question.text}\nAnswer:"})
+    old, new = _MAKERS[kind](documents, at, _Edit(question, foreign, wrong, characters // 3))
+    ask = ({"role": "assistant", "content": _READY}, {"role": "user", "content": _QUESTION.format(question.text)})
     return QAItem(
         id=f"{question.id}/{kind}/{carrier}",
         dataset=question.dataset,
@@ -202,12 +193,14 @@ def _ordered(
 ) -> tuple[list[Passage], int]:
     """Returns the documents in the order that puts the carrier in its place, and the number of the edited one.
 
-    Takes what fills up from `foreign` where the question's own documents do not suffice.
+    Takes what fills up from `foreign` where the question's own documents do not suffice. A long document that does not help is cut
+    to its first sentences, so that at least three have room.
     """
     gold = list(question.gold)
     own = [p for p in question.passages if not p.gold]
     rng.shuffle(own)
     room = characters - sum(len(p.text) for p in gold)
+    longest = max(room // _LEAST_OTHERS, _SHORTEST_OTHER)
     others: list[Passage] = []
     while len(others) < _LEAST_OTHERS or room > 0:
         source = own or foreign
@@ -216,7 +209,7 @@ def _ordered(
                 f"the data are too few: question {question.id!r} has {len(others)} documents beside those that it needs, and "
                 f"other questions give no more; at least {_LEAST_OTHERS} are needed"
             )
-        others.append(source.pop())
+        others.append(_cut(source.pop(), longest))
         room -= len(others[-1].text)
     if carrier == "before":
         rng.shuffle(gold)
@@ -234,13 +227,24 @@ def _ordered(
     return [*head, edited, *beside, *rest], at
 
 
+def _cut(passage: Passage, longest: int) -> Passage:
+    """Returns a document without its last sentences where it has more characters than are allowed; one sentence stays."""
+    kept, *rest = _sentences(passage.text)
+    for sentence in rest:
+        if len(kept) + 1 + len(sentence) > longest:
+            break
+        kept = f"{kept} {sentence}"
+    return replace(passage, text=kept)
+
+
 @dataclass(frozen=True, slots=True)
 class _Edit:
-    """What a maker may take: documents of other tasks, and their answers."""
+    """What a maker may take: documents of other tasks, cut to so many characters, and their answers."""
 
     question: Question
     foreign: list[Passage]
     wrong: list[str]
+    longest: int
 
     def other(self) -> Passage:
         """Returns a document of another task, each once."""
@@ -248,19 +252,20 @@ class _Edit:
             raise ConfigError(
                 f"the data are too few: no document of another question is left to stand beside {self.question.id!r}"
             )
-        return self.foreign.pop()
+        return _cut(self.foreign.pop(), self.longest)
 
 
-_Pair = tuple[list[_Step], list[_Step]]
+_Pair = tuple[list[str], list[str]]
+"""Documents as texts, before and after."""
 
 
 def _replace(documents: list[Passage], at: int, edit: _Edit) -> _Pair:
-    return _reads([*documents[:at], edit.other(), *documents[at + 1 :]]), _reads(documents)
+    return _texts([*documents[:at], edit.other(), *documents[at + 1 :]]), _texts(documents)
 
 
 def _update(documents: list[Passage], at: int, edit: _Edit) -> _Pair:
     older = replace(documents[at], text=_older(documents[at].text, edit))
-    return _reads([*documents[:at], older, *documents[at + 1 :]]), _reads(documents)
+    return _texts([*documents[:at], older, *documents[at + 1 :]]), _texts(documents)
 
 
 def _older(text: str, edit: _Edit) -> str:
@@ -294,26 +299,26 @@ def _sentences(text: str) -> list[str]:
 
 
 def _refresh(documents: list[Passage], at: int, edit: _Edit) -> _Pair:
-    return _reads([*documents[:at], edit.other(), edit.other(), *documents[at + 2 :]]), _reads(documents)
+    return _texts([*documents[:at], edit.other(), edit.other(), *documents[at + 2 :]]), _texts(documents)
 
 
 def _insert(documents: list[Passage], at: int, edit: _Edit) -> _Pair:  # noqa: ARG001
-    return _reads([*documents[:at], *documents[at + 1 :]]), _reads(documents)
+    return _texts([*documents[:at], *documents[at + 1 :]]), _texts(documents)
 
 
 def _delete(documents: list[Passage], at: int, edit: _Edit) -> _Pair:
-    return _reads([*documents[:at], edit.other(), *documents[at:]]), _reads(documents)
+    return _texts([*documents[:at], edit.other(), *documents[at:]]), _texts(documents)
 
 
 def _reorder(documents: list[Passage], at: int, edit: _Edit) -> _Pair:  # noqa: ARG001
     swapped = [documents[at + 1], documents[at]]
-    return _reads([*documents[:at], *swapped, *documents[at + 2 :]]), _reads(documents)
+    return _texts([*documents[:at], *swapped, *documents[at + 2 :]]), _texts(documents)
 
 
 def _summarise(documents: list[Passage], at: int, edit: _Edit) -> _Pair:
     lines = [f"- {p.title}: {_summary(p, edit.question)}" for p in documents[at : at + 2]]
-    summary = _Step("summarise()", "Summary of documents that were read:\n" + "\n".join(lines))
-    return _reads(documents), [*_reads(documents[:at]), summary, *_reads(documents[at + 2 :])]
+    summary = "\n".join(["Summary of documents that were read:", *lines])
+    return _texts(documents), [*_texts(documents[:at]), summary, *_texts(documents[at + 2 :])]
 
 
 def _summary(passage: Passage, question: Question) -> str:
@@ -324,8 +329,8 @@ def _summary(passage: Passage, question: Question) -> str:
 
 
 def _clear(documents: list[Passage], at: int, edit: _Edit) -> _Pair:  # noqa: ARG001
-    steps = _reads(documents)
-    return steps, [*steps[:at], replace(steps[at], result=_CLEARED), *steps[at + 1 :]]
+    texts = _texts(documents)
+    return texts, [*texts[:at], _CLEARED, *texts[at + 1 :]]
 
 
 _MAKERS: Final[dict[QAEdit, Callable[[list[Passage], int, _Edit], _Pair]]] = {
@@ -340,13 +345,11 @@ _MAKERS: Final[dict[QAEdit, Callable[[list[Passage], int, _Edit], _Pair]]] = {
 }
 
 
-def _reads(documents: Sequence[Passage]) -> list[_Step]:
-    return [_Step(f"read({json.dumps(p.title, ensure_ascii=False)})", f"{p.title}\n{p.text}") for p in documents]
+def _texts(documents: Sequence[Passage]) -> list[str]:
+    return [f"{document.title}\n{document.text}" for document in documents]
 
 
-def _chat(steps: Sequence[_Step]) -> tuple[dict[str, Any], ...]:
-    """Returns the messages of what was read."""
-    chat = [("system", _SYSTEM), ("user", _TASK)]
-    for step in steps:
-        chat += [("assistant", step.action), ("user", step.result)]
-    return tuple({"role": role, "content": content} for role, content in chat)
+def _chat(documents: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """Returns the messages that give the documents."""
+    told = "\n\n".join([_TASK, *documents])
+    return ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": told})

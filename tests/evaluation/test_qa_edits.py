@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from difflib import SequenceMatcher
 
 import pytest
 
@@ -16,7 +15,8 @@ BY_ID = {question.id: question for question in QUESTIONS}
 
 
 def texts(messages):
-    return [message["content"] for message in messages]
+    """Returns the documents of a chat."""
+    return messages[1]["content"].split("\n\n")[1:]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,9 @@ def test_every_kind_meets_every_place_that_it_can(items):
 def test_the_new_chat_asks_last_and_the_old_one_does_not_know_the_question(items):
     for item in items:
         assert BY_ID[item.task].text in item.new[-1]["content"]
-        assert not any(BY_ID[item.task].text in text for text in texts(item.old))
-        assert item.old[-1]["role"] == "user"
-        assert item.new[len(item.new) - 2]["role"] == "assistant"
-        assert texts(item.old) != texts(item.new[:-2])
+        assert not any(BY_ID[item.task].text in message["content"] for message in item.old)
+        assert [message["role"] for message in item.new] == ["system", "user", "assistant", "user"]
+        assert texts(item.old) != texts(item.new)
 
 
 def test_the_new_chat_has_every_needed_document(items):
@@ -63,16 +62,22 @@ def test_a_summary_keeps_the_answer(items):
     assert summaries
     for item in summaries:
         question = BY_ID[item.task]
-        told = "\n".join(texts(item.new[:-1])).lower()
+        told = "\n".join(texts(item.new)).lower()
         if question.answers[0].lower() in question.carrier.text.lower():
             assert question.answers[0].lower() in told
 
 
 def changed(item):
-    """Returns the first and the last changed message of the new chat, without the question."""
-    old, new = texts(item.old), texts(item.new[:-2])
-    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
-    return blocks[0].size, blocks[-2].b - 1
+    """Returns the numbers of the first and the last changed document of the new chat."""
+    old, new = texts(item.old), texts(item.new)
+    first = common(old, new)
+    return first, len(new) - 1 - common(old[first:][::-1], new[first:][::-1])
+
+
+def common(old, new):
+    return next(
+        (at for at, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), min(len(old), len(new))
+    )
 
 
 def place(item, passage):
@@ -101,14 +106,14 @@ def test_the_carrier_lies_where_it_is_said_to(items):
 
 def test_what_an_edit_changes(items):
     by_kind = {kind: [item for item in items if item.kind == kind] for kind in QA_EDITS}
-    documents = {kind: [(len(i.old) - 2, len(i.new) - 4) for i in found] for kind, found in by_kind.items()}
+    documents = {kind: [(len(texts(i.old)), len(texts(i.new))) for i in found] for kind, found in by_kind.items()}
     for kind in ("replace", "update", "refresh", "reorder", "clear"):
         assert all(old == new for old, new in documents[kind])
-    assert all(old + 2 == new for old, new in documents["insert"])
-    assert all(old - 2 == new for old, new in documents["delete"])
-    assert all(old - 2 == new for old, new in documents["summarise"])
+    assert all(old + 1 == new for old, new in documents["insert"])
+    assert all(old - 1 == new for old, new in documents["delete"])
+    assert all(old - 1 == new for old, new in documents["summarise"])
     for item in by_kind["reorder"]:
-        assert Counter(texts(item.old)) == Counter(texts(item.new[:-2]))
+        assert Counter(texts(item.old)) == Counter(texts(item.new))
     for item in by_kind["clear"]:
         assert sum("cleared" in text for text in texts(item.new)) == 1
     for item in by_kind["update"]:
@@ -135,7 +140,7 @@ def test_an_older_form_of_the_answers_document_tells_another_answer(items):
 
 def test_a_smaller_context_has_fewer_documents_and_leaves_out_long_ones():
     def length(context):
-        return sum(len(text) for item in make_items(QUESTIONS, 4, seed=0, context=context) for text in texts(item.new))
+        return sum(len(item.new[1]["content"]) for item in make_items(QUESTIONS, 4, seed=0, context=context))
 
     assert length(350) < length(900) < length(2000)
     with pytest.raises(ConfigError, match=r"8 are wanted \(\d+ have longer documents than --context 100"):
