@@ -43,6 +43,10 @@ class WorkFile:
         """Returns a measurement, or None when it was not made."""
         return self._found.get(key)
 
+    def rows(self) -> list[Found]:
+        """Returns all measurements, in the order in which they were first made."""
+        return list(self._found.values())
+
     def put(self, key: str, found: Found, *, name: str = "") -> Found:
         """Returns the measurement as a later run reads it, after it is on the disk.
 

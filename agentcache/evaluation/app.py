@@ -20,6 +20,7 @@ __all__ = [
     "QuickOption",
     "SeedOption",
     "eval_app",
+    "numbers",
     "words",
     "work_path",
 ]
@@ -76,6 +77,19 @@ def words(text: str, option: str) -> list[str]:
     if not found:
         raise ConfigError(f"{option} {text!r} names nothing; give at least one, separated by commas")
     return found
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Returns the whole numbers of a list with commas, each once, in their order.
+
+    Raises:
+        ConfigError: There is none, or a word is no whole number.
+    """
+    found = words(text, option)
+    try:
+        return list(dict.fromkeys(int(word) for word in found))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r} is no list of whole numbers, such as 8,16,32") from error
 
 
 def work_path(out: Path) -> Path:

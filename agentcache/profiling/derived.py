@@ -9,43 +9,36 @@ opening · documents · "Alias of Kalmar: Alpha" · distance · "Lookup table: .
                                ^ edit                        ^ carrier                        ^ query_start
 ```
 
+The form `direct` is the paper's other condition: the edited line itself states the value that the question asks for.
+
 Pure: no torch, no vLLM, no tokenizer of its own.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final
 
 from agentcache.errors import ConfigError
+from agentcache.profiling.derived_text import FORMS, Form, Script, write_script
 from agentcache.types import Run
 
-__all__ = ["FORMS", "ChatFrame", "DerivedItem", "Form", "derived_items", "is_kept", "margin", "margin_recovery"]
+__all__ = ["EDIT_AT", "ChatFrame", "DerivedItem", "Encode", "derived_items", "is_kept", "margin", "margin_recovery"]
 
-Form = Literal["table", "indirect", "competing", "paraphrase"]
-FORMS: tuple[Form, ...] = get_args(Form)
-"""`table`: the question names the alias and the table. `indirect`: it names neither, so that no word of it stands in the carrier.
-`competing`: three tables have the same keys and the question is about one of them. `paraphrase`: the table has digits where the
-alias has the words for them, so that no token of the edit stands in the carrier."""
+EDIT_TOKENS: Final = 6
+"""Most tokens of an edit (EditLocal, Paired edit benchmark)."""
 
-_NAMES = ("Orlan", "Vestri", "Kalmar", "Tibor", "Nerida", "Jovane", "Quill", "Marek")
-_KEYS = (("Alpha", "Beta"), ("Red", "Blue"), ("North", "South"))
-_NUMBERS = (("one", "two"), ("three", "seven"), ("five", "nine"))
-_DIGITS = {"one": "1", "two": "2", "three": "3", "five": "5", "seven": "7", "nine": "9"}
-_VALUES = ("copper", "salt", "timber", "wool", "grain", "glass", "silver", "coal")
-_SEASONS = ("spring", "summer", "winter")
-_BEFORE_EDIT = 0.3  # share of the documents that stand before the edit
+EDIT_AT: Final = (0.25, 0.4)
+"""Where an edit lies, as a share of the context (the same)."""
+
+_BEFORE_EDIT = 0.3  # share of the context that should stand before the edit
 _MIN_EFFECT = 0.5  # nats of margin: items whose answer the edit hardly moves say nothing about a repair
 _TRIES = 50  # draws an item before the tokenizer is held to be the reason
 
-_QUESTIONS: dict[Form, str] = {
-    "table": "What is the lookup table value for the alias of {name}?",
-    "indirect": "Which material belongs to {name}?",
-    "paraphrase": "What is the lookup table value for the alias of {name}?",
-    "competing": "What is the {season} lookup table value for the alias of {name}?",
-}
+Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +73,55 @@ class ChatFrame:
 
 @dataclass(frozen=True, slots=True)
 class DerivedItem:
-    """One edit and what it should do to the first token of the answer.
+    """One edit, or two at once, and what they should do to the answer.
 
     Attributes:
-        form: How the question points at the carrier.
+        draw: Number of the draw: items of other forms and distances with the same number, seed and length share their texts, name
+            and values.
+        form: What the edit changes, and how the question points at the carrier.
         distance: Tokens of other text between the edit's line and the carrier.
         old: Ids of the whole prompt before the edit.
-        new: And after it: as many, equal outside of `edit`.
-        edit: The rows that differ, from the first to the last.
-        carrier: The rows that the new answer must be read from: the table that is asked for.
+        new: And after it: equal outside of the edits.
+        edits: The rows of the new prompt that differ, one run for each edit.
+        carrier: The rows that the new answer must be read from: the table that is asked for, or the edit that states it.
+        boundary: Rows between an edit and the end of the document that it lies in, the most of all edits.
         query_start: First row of the question; the rows from there on are never cached.
-        old_answer: First token of the answer before the edit.
-        new_answer: And after it.
+        old_query_start: The same in the old prompt.
+        old_value: Ids of the answer before the edit.
+        new_value: And after it.
     """
 
+    draw: int
     form: Form
     distance: int
     old: tuple[int, ...]
     new: tuple[int, ...]
-    edit: Run
+    edits: tuple[Run, ...]
     carrier: Run
+    boundary: int
     query_start: int
-    old_answer: int
-    new_answer: int
+    old_query_start: int
+    old_value: tuple[int, ...]
+    new_value: tuple[int, ...]
+
+    @property
+    def edit(self) -> Run:
+        """The rows from the first that differs to the last."""
+        return Run(self.edits[0].start, self.edits[-1].stop)
+
+    @property
+    def old_answer(self) -> int:
+        """First token of the answer before the edit."""
+        return self.old_value[0]
+
+    @property
+    def new_answer(self) -> int:
+        """First token of the answer after it."""
+        return self.new_value[0]
 
 
 def derived_items(
-    encode: Callable[[str], Sequence[int]],
+    encode: Encode,
     documents: Sequence[str],
     frame: ChatFrame,
     *,
@@ -118,14 +133,18 @@ def derived_items(
 ) -> list[DerivedItem]:
     """Returns `count` items; equal arguments give equal items, and more of them begin with the same.
 
+    An item is left out where old and new prompt do not differ in spans of at most six tokens, equally long but for the form
+    `length`, or where the edit does not lie between 25 % and 40 % of the prompt: build filters of EditLocal. The background holds
+    no word of the item.
+
     Args:
         encode: Text to ids, without special tokens of its own.
-        documents: Real texts to stand around; drawn with repetition.
+        documents: Real texts to stand around; each is used again only when all were.
         frame: The chat template around the prompt.
         count: How many items.
         distance: Tokens between the edit's line and the carrier; 0: they are neighbours.
         filler_tokens: Least tokens of documents in a prompt.
-        form: How the question points at the carrier.
+        form: What the edit changes, and how the question points at the carrier.
         seed: Of every choice.
 
     Raises:
@@ -140,10 +159,11 @@ def derived_items(
         raise ConfigError(
             f"count={count} and filler_tokens={filler_tokens} must be at least 1, and 0 <= distance={distance} < filler_tokens"
         )
-    rng = random.Random(f"{seed}:{form}:{distance}:{filler_tokens}")
     items: list[DerivedItem] = []
-    for _ in range(_TRIES * count):
-        item = _draw(rng, encode, documents, frame, distance, filler_tokens, form)
+    for number in range(_TRIES * count):
+        script = write_script(random.Random(f"{seed}:{number}:words"), form)
+        filler = _filler(random.Random(f"{seed}:{number}:texts"), encode, documents, script, filler_tokens)
+        item = None if filler is None else _compose(encode, frame, script, *filler, number, form, distance)
         if item is not None:
             items.append(item)
         if len(items) == count:
@@ -154,67 +174,96 @@ def derived_items(
     )
 
 
-def _draw(
-    rng: random.Random,
-    encode: Callable[[str], Sequence[int]],
-    documents: Sequence[str],
-    frame: ChatFrame,
-    distance: int,
-    filler_tokens: int,
-    form: Form,
-) -> DerivedItem | None:
-    """Returns an item, or None when the tokenizer does not fit what was drawn."""
-    name, keys, values = (
-        rng.choice(_NAMES),
-        rng.choice(_NUMBERS if form == "paraphrase" else _KEYS),
-        rng.sample(_VALUES, len(_VALUES)),
-    )
-    chosen: list[str] = []
-    size = 0
-    while size < filler_tokens:
-        chosen.append(rng.choice(documents))
-        size += len(encode(chosen[-1]))
-    before = int(len(chosen) * _BEFORE_EDIT)
-    head = "\n\n".join(["Context:", *chosen[:before], f"Alias of {name}: "])
-    old_head, new_head = (list(encode(f"{frame.opening}{head}{key}\n")) for key in keys)
-    rest = list(encode("\n" + "\n\n".join(chosen[before:])))
-    tables, asked, season = _tables(rng, keys, values, form)
-    old_answer, new_answer = (encode(value)[0] for value in values[2 * asked : 2 * asked + 2])
-    if len(old_head) != len(new_head) or old_answer == new_answer or len(rest) <= distance:
+def _filler(
+    rng: random.Random, encode: Encode, documents: Sequence[str], script: Script, tokens: int
+) -> tuple[list[str], list[str]] | None:
+    """Returns documents without the item's words, those before the edit and those behind it; None where there are none."""
+    own = re.compile(rf"\b({'|'.join(script.words)})\b", re.IGNORECASE)
+    free = [text for text in rng.sample(documents, len(documents)) if not own.search(text)]
+    if not free:
         return None
-    gap = rest[:distance] + list(encode("\n\n")) if distance else []
-    pieces = [list(encode(table)) for table in tables]
-    question = _QUESTIONS[form].format(name=name, season=season)
-    query = list(encode(f"\n\nQuestion: {question}{frame.closing}"))
-    body = gap + [token for piece in pieces for token in piece] + rest[distance:]
-    start = len(old_head) + len(gap) + sum(map(len, pieces[:asked]))
-    differ = [at for at, (a, b) in enumerate(zip(old_head, new_head, strict=True)) if a != b]
-    return DerivedItem(
+    chosen: list[str] = []
+    sizes: list[int] = []
+    while sum(sizes) < tokens:
+        chosen.append(free[len(chosen) % len(free)])
+        sizes.append(len(encode(chosen[-1])))
+    wanted = _BEFORE_EDIT * sum(sizes)
+    before = min(range(len(sizes)), key=lambda at: abs(sum(sizes[:at]) - wanted))
+    return chosen[:before], chosen[before:]
+
+
+def _compose(
+    encode: Encode,
+    frame: ChatFrame,
+    script: Script,
+    before: Sequence[str],
+    behind: Sequence[str],
+    number: int,
+    form: Form,
+    distance: int,
+) -> DerivedItem | None:
+    """Returns an item, or None when the tokenizer or the documents do not fit what was drawn."""
+    opening = frame.opening + "\n\n".join(["Context:", *before, ""])
+    rest = list(encode("\n" + "\n\n".join(behind)))
+    query = encode(f"\n\nQuestion: {script.question}{frame.closing}")
+    old_value, new_value = (tuple(encode(value)) for value in script.values)
+    if len(rest) <= distance or old_value[0] == new_value[0]:
+        return None
+    old, new = (list(encode(opening + line)) for line in script.head)
+    edits, ends = [_differing(old, new)], [len(new)]  # each edit, and where its document ends
+    at, carrier, together = 0, None, True  # whether the last edit's document goes on
+    for piece in script.pieces:
+        place = int(piece.place * distance)
+        gap = [*rest[at:place], *encode("\n\n")] if place > at else []
+        at, together = place, together and not gap
+        start = len(new) + len(gap)
+        first, second = encode(piece.old), encode(piece.new)
+        if first != second:
+            run = _differing(first, second)
+            edits.append(Run(start + run.start, start + run.stop))
+            ends.append(start + len(second))
+            together = True
+        elif together:
+            ends[-1] = start + len(second)
+        old += [*gap, *first]
+        new += [*gap, *second]
+        if piece.carrier:
+            carrier = Run(start, len(new))
+    item = DerivedItem(
+        draw=number,
         form=form,
         distance=distance,
-        old=(*old_head, *body, *query),
-        new=(*new_head, *body, *query),
-        edit=Run(differ[0], differ[-1] + 1),
-        carrier=Run(start, start + len(pieces[asked])),
-        query_start=len(old_head) + len(body),
-        old_answer=old_answer,
-        new_answer=new_answer,
+        old=(*old, *rest[at:], *query),
+        new=(*new, *rest[at:], *query),
+        edits=tuple(edits),
+        carrier=carrier or edits[0],
+        boundary=max(end - edit.stop for edit, end in zip(edits, ends, strict=True)),
+        query_start=len(new) + len(rest) - at,
+        old_query_start=len(old) + len(rest) - at,
+        old_value=old_value,
+        new_value=new_value,
     )
+    return item if _is_built(item) else None
 
 
-def _tables(rng: random.Random, keys: tuple[str, str], values: Sequence[str], form: Form) -> tuple[list[str], int, str]:
-    """Returns the tables in their order, which of them is asked for, and its season; table i has the values 2i and 2i + 1."""
+def _differing(old: Sequence[int], new: Sequence[int]) -> Run:
+    """Returns the rows of `new` without what both begin and end with: what an edit changed."""
+    most = min(len(old), len(new))
+    head = next((at for at in range(most) if old[at] != new[at]), most)
+    tail = next((at for at in range(most - head) if old[-1 - at] != new[-1 - at]), most - head)
+    return Run(head, len(new) - tail)
 
-    def table(title: str, at: int) -> str:
-        lines = [
-            f"- {_DIGITS.get(key, key)}: {value}" for key, value in zip(keys, values[2 * at : 2 * at + 2], strict=True)
-        ]
-        return "\n".join([title, *lines, ""])
 
-    if form != "competing":
-        return [table("Lookup table:", 0)], 0, ""
-    asked = rng.randrange(len(_SEASONS))
-    return [table(f"Lookup table, {season}:", at) for at, season in enumerate(_SEASONS)], asked, _SEASONS[asked]
+def _is_built(item: DerivedItem) -> bool:
+    """Whether an item passes the build filters."""
+    same_length = len(item.old) == len(item.new)
+    spans = [run.stop - run.start for run in item.edits]
+    place = item.edits[0].start / item.query_start
+    return (
+        same_length == (item.form != "length")
+        and all(0 < span <= EDIT_TOKENS for span in spans)
+        and EDIT_AT[0] <= place <= EDIT_AT[1]
+    )
 
 
 def margin(logprobs: Mapping[int, float], item: DerivedItem) -> float:
