@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import agentcache.evaluation.cli_drift
-import agentcache.evaluation.cli_memory  # noqa: F401
+from agentcache.evaluation import cli_drift, cli_memory, cli_paired_edit, cli_qa
 from agentcache.evaluation.app import eval_app
 
-__all__ = ["eval_app"]
+__all__ = ["cli_drift", "cli_memory", "cli_paired_edit", "cli_qa", "eval_app"]
