@@ -1,13 +1,6 @@
 """Which policies repair an item, each at the same budget: K aligned tokens beside the edit, as EditLocal counts them. Pure.
 
-A policy's own options are set so that it recomputes K tokens of S at most, whatever it counts itself:
-
-```
-share of S          cacheblend (share = K/|S|), mean_shift (share = K/2|S|: keys and values have K/2 probes each)
-windows and blocks  patchkv (half a window, half blocks that were attended to), frontier and edit_to_carrier within max_tokens = K
-k                   all others, without a window beside it
-none                edit_local_boundary, direct_reuse and prefix_cache have no budget
-```
+A policy's own options are set so that it recomputes K tokens of S at most, whatever it counts itself: `NOTES` says how.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ from agentcache.recovery.spec import format_policy, parse_policy
 __all__ = [
     "BASELINE",
     "BUDGETS",
+    "NOTES",
     "OURS",
     "PAPER",
     "REFERENCE",
@@ -90,23 +84,41 @@ def _auto(k: int, at: Situation) -> Options:
 Budget = Callable[[int, Situation], Options]
 
 BUDGETS: Final[dict[str, Budget]] = {
-    "edit_local": lambda k, _: {"k": k},
+    "edit_local": lambda k, at: {"k": k // len(at.item.edits)},
     "structural": lambda k, at: {"k": k, "ids": ", ".join(map(str, at.delimiters))},
-    "prophetkv": lambda k, _: {"k": k, "max_tokens": k},
+    "prophetkv": lambda k, _: {"k": k},
     "cacheblend": lambda k, at: {"share": min(k / at.suffix, 1.0)},
     "random": lambda k, _: {"k": k, "block": 1},
-    "attended": lambda k, _: {"k": k, "window": 0, "max_tokens": k},
+    "attended": lambda k, _: {"k": k, "window": 0},
     "patchkv": _patchkv,
     "frontier": lambda k, _: {"first": min(16, k), "most_tokens": k, "max_tokens": k},
     "edit_to_carrier": lambda k, _: {"k": k, "window": 0, "max_tokens": k},
     "attention_blocks": lambda k, _: {"k": k, "window": 0},
-    "epic": lambda k, _: {"k": k},
+    "epic": lambda k, at: {"k": k // len(at.item.edits)},
     "auto": _auto,
-    "mean_shift": lambda k, at: {"share": min(k / (2 * at.suffix), 1.0)},
+    "mean_shift": lambda k, at: {"share": max(k // 2 - len(at.item.edits) + 1, 0) / at.suffix},
     "carrier_window": _carrier,
     "causal_oracle": lambda k, _: {"k": k, "max_tokens": k},
 }
 """Options of each policy that has a budget, by K."""
+
+NOTES: Final = {
+    "edit_local, epic": "a window of K behind the edit; two edits share it",
+    "cacheblend": "share = K/|S|",
+    "mean_shift": "share = K/2|S|: K/2 probes of keys and as many of values; all other rows are shifted",
+    "patchkv": "half a dirty window, half blocks of 8 by stored attention, max_tokens = K",
+    "frontier": "a window that begins with 16 tokens and stops at K",
+    "edit_to_carrier": "max_tokens = K",
+    "auto": "attended at K, or exact prefix caching",
+    "attended, attention_blocks": "k = K, no window beside it",
+    "carrier_window": "K tokens from the carrier's first",
+    "structural": "the K nearest tokens that are white space or marks alone",
+    "random": "K single tokens",
+    "edit_local_boundary, direct_reuse, prefix_cache": "no budget; the boundary is the end of the edit's document",
+    "attended, prophetkv, causal_oracle": "the prompt's last 32 rows are the query: where the question is shorter, the rows before "
+    "it are recomputed beyond K; repair_tokens holds what was recomputed",
+}
+"""What K means to each policy; part of every result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +183,10 @@ def arms_of(policies: Sequence[str], budgets: Sequence[int], transplants: Sequen
 def _checked(arm: Arm) -> None:
     """Raises ConfigError before anything is measured when an arm cannot run."""
     name, options = parse_policy(arm.policy)
-    if name not in BUDGETS and name != "edit_local_boundary":
-        get_policy(name, options)
     if arm.transplant and name == BASELINE:
         raise ConfigError("prefix_cache leaves nothing stale that could be transplanted")
+    needed = {"window": 0} if name == "patchkv" else {}
+    get_policy(name, needed | options)
 
 
 def options_of(arm: Arm, at: Situation) -> tuple[str, Options]:

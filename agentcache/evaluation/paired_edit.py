@@ -14,7 +14,7 @@ from rich.console import Console
 from agentcache.cache import AgentCache
 from agentcache.evaluation.app import work_path
 from agentcache.evaluation.items import Row, item_key, rotated, run_items
-from agentcache.evaluation.paired_arms import Arm, arms_of
+from agentcache.evaluation.paired_arms import NOTES, Arm, arms_of
 from agentcache.evaluation.paired_bench import PairedBench
 from agentcache.evaluation.paired_items import Cell, background, cells_of, draw
 from agentcache.evaluation.paired_report import cells_from, report
@@ -153,6 +153,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         "provenance": provenance(
             model, dtype=DTYPE, seeds={"items": settings.seed, "bootstrap": 0}, data=data, profile=profile
         ),
+        "budgets": NOTES,
         **found,
     }
     report(settings.out, result, plots=settings.plots, console=console)
