@@ -130,9 +130,9 @@ class Router:
         attributes = {**place.attributes(), "run_id": str(run_id)}
         source = next((f"{key}={known[key]}" for key in _INTERNAL if known.get(key)), None)
         call = current_call.get()
-        given = episode if episode is not None else call.episode if call is not None else None
-        if given is None and source is not None:
+        if episode is None and source is not None:
             return Route(None, attributes=attributes, reason=f"a middleware's own call ({source})")
+        given = episode if episode is not None else call.episode if call is not None else None
         route = Route(given, parent, attributes, dict(call.options) if call is not None else {}, router=self)
         if given is None:
             with self._lock:

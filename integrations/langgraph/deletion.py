@@ -26,7 +26,8 @@ class FreeOnDelete(BaseCheckpointSaver[Any]):
     """A checkpointer over another one: a thread that is deleted takes its episodes and their KV along.
 
     `delete_thread` and `prune(..., strategy="delete")`, and their asynchronous forms, drop them after the checkpointer below has
-    deleted the thread; a deletion that fails drops nothing. What keeps the newest checkpoint of a thread keeps its KV.
+    deleted the thread; a deletion that fails drops nothing. What keeps the newest checkpoint of a thread keeps its KV. Of a thread
+    that only an earlier process has run, its own episode is dropped; those of its subgraphs leave the store when that needs room.
 
     ```python
     agent = create_agent(model, tools, checkpointer=FreeOnDelete(InMemorySaver(), cache))

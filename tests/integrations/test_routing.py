@@ -284,7 +284,11 @@ def test_old_runs_are_dropped() -> None:
 @pytest.mark.parametrize("metadata", [{"lc_source": "summarization"}, {"lc_internal_call": "token"}])
 def test_a_middlewares_own_call_belongs_to_no_episode(metadata: dict[str, str]) -> None:
     m = model()
-    m.invoke("summarise", {"metadata": {"thread_id": "t1", **metadata}})
+    token = current_call.set(CallContext(episode="of the node around it"))
+    try:
+        m.invoke("summarise", {"metadata": {"thread_id": "t1", **metadata}})
+    finally:
+        current_call.reset(token)
     route = m.calls[0]
     assert route.episode is None and route.parent is None and "a middleware's own call" in route.reason
     assert m.router.episodes("t1") == ()
