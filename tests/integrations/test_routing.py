@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import operator
+import subprocess
+import sys
 import threading
 from typing import Annotated, Any, TypedDict
 
@@ -375,3 +377,12 @@ def test_only_the_newest_versions_are_kept_for_comparison() -> None:
         router.finished(route, reply(f"v{turn}"), AIMessage("ok"))
     compared = router._lines._threads["t"][""].lines[0]
     assert sum(v.prompt is not None for v in compared._versions) == lines._LOOKED_BACK
+
+
+def test_routing_loads_neither_the_engine_nor_langgraph() -> None:
+    code = (
+        "import sys, agentcache.integrations.routing\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'langgraph'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)
