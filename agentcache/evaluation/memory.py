@@ -340,7 +340,7 @@ def _found(arm: MemoryArm, reply: Reply, question: MemoryQuestion) -> dict[str, 
     assert recovery is not None
     if recovery.lost_sources:
         raise AgentCacheError(
-            f"{len(recovery.lost_sources)} chunks of {question.id!r} are gone: {recovery.reason}; give more --host-bytes"
+            f"{len(recovery.lost_sources)} chunks of {question.id!r} are gone: {recovery.reason}; give more --host-gib"
         )
     ratio = 1.0 if arm.policy == FULL else recovery.recompute_ratio
     return {

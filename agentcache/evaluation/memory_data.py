@@ -242,10 +242,10 @@ def _ama_bench(rows: Sequence[Row], characters: int) -> MemorySet:
         memories,
         tuple(questions),
         evidence="steps that the question names",
-        max_tokens=64,
+        max_tokens=32,
         instruction=(
             "You answer questions about what an agent did from what is remembered of it: steps, each with its action and what was "
-            "observed. Answer in one or two short sentences that name steps, actions and values as they are remembered."
+            "observed. Answer in one short sentence with steps, actions and values as they are remembered."
         ),
     )
 
