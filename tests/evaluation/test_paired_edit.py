@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from agentcache.profiling.derived import ChatFrame
 from agentcache.profiling.model import ModelFingerprint
 from agentcache.quality import kl_divergence
 from agentcache.reply import RecoveryReport, Reply
+from tests.evaluation.words import Words
 
 FRAME = ChatFrame("<user> ", " <assistant> ")
 MODEL = ModelFingerprint(
@@ -31,20 +31,6 @@ MODEL = ModelFingerprint(
 )
 RECOVERS = {"prefix_cache": 1.0, "edit_local": 0.9, "attended": 0.8, "direct_reuse": 0.0, "random": 0.1}
 """Margin recovery of each policy."""
-
-
-class Words:
-    """A tokenizer of words, spaces and marks."""
-
-    def __init__(self) -> None:
-        self.ids: dict[str, int] = {}
-
-    def encode(self, text: str) -> list[int]:
-        return [self.ids.setdefault(piece, len(self.ids)) for piece in re.findall(r"\w+|\s|[^\w\s]", text)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        pieces = list(self.ids)
-        return "".join(pieces[i] for i in ids)
 
 
 class FakeCache:

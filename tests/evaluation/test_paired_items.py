@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,22 +27,9 @@ from agentcache.recovery import Bounded, OnlinePolicy, PolicyContext, Signal, ge
 from agentcache.recovery.base import Signals
 from agentcache.recovery.rows import QUERY_ROWS
 from agentcache.types import AlignedRun, PromptDiff, run_tokens
+from tests.evaluation.words import Words
 
 FRAME = ChatFrame("<user> ", " <assistant> ")
-
-
-class Words:
-    """A tokenizer of words, spaces and marks."""
-
-    def __init__(self) -> None:
-        self.ids: dict[str, int] = {}
-
-    def encode(self, text: str) -> list[int]:
-        return [self.ids.setdefault(piece, len(self.ids)) for piece in re.findall(r"\w+|\s|[^\w\s]", text)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        pieces = list(self.ids)
-        return "".join(pieces[i] for i in ids)
 
 
 def drawn(cell: Cell, words: Words | None = None, **settings: Any) -> list[DerivedItem]:

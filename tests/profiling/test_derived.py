@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,25 +22,12 @@ from agentcache.profiling.derived import (
 )
 from agentcache.profiling.derived_text import FORMS, Form
 from agentcache.samples import load_hotpot_sample
+from tests.evaluation.words import Words
 
 NUMBERS = {"one": "1", "two": "2", "three": "3", "five": "5", "seven": "7", "nine": "9"}
 FRAME = ChatFrame("<user> ", " <assistant> ")
 BEHIND = [form for form in FORMS if form != "direct"]
 DOCUMENTS = [paragraph.text for item in load_hotpot_sample() for paragraph in item.paragraphs]
-
-
-class Words:
-    """A tokenizer of words, spaces and marks: whatever it encodes it gives back."""
-
-    def __init__(self) -> None:
-        self.ids: dict[str, int] = {}
-
-    def encode(self, text: str) -> list[int]:
-        return [self.ids.setdefault(piece, len(self.ids)) for piece in re.findall(r"\w+|\s|[^\w\s]", text)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        pieces = list(self.ids)
-        return "".join(pieces[i] for i in ids)
 
 
 def make(words: Words, **settings: Any) -> list[DerivedItem]:
