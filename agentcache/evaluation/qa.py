@@ -171,7 +171,7 @@ def _items(settings: QARun, sets: Sequence[QuestionSet], left_out: int) -> list[
 
 def _engine_settings(settings: QARun, model: ModelFingerprint) -> dict[str, Any]:
     longest = 2 * settings.context + _ROOM
-    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * (4 if model.dtype == "float32" else 2)
+    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * 4  # of float32, where the machine computes in that
     return {
         "model": settings.model,
         "max_model_len": longest,
@@ -209,6 +209,7 @@ class _Measurement:
         self._cache = cache
         self._arms = arms
         self._settings = settings
+        self._dtype: str = cache.stats()["engine"]["dtype"]
         self._decode: dict[str, Any] = {"max_tokens": settings.max_tokens, "stop": ["\n"]}
 
     def __call__(self, item: QAItem, number: int) -> Row:
@@ -247,6 +248,7 @@ class _Measurement:
             "answers": [*item.answers],
             "tokens": len(ids),
             "prefix_tokens": prefix,
+            "dtype": self._dtype,
             "arms": arms,
         }
 
@@ -337,7 +339,13 @@ def _report(
             "suffix_tokens": _spread([row["arms"][BASE]["suffix_tokens"] for row in rows]),
         },
         "tasks_left_out_for_calibration": left_out,
-        "provenance": provenance(model, dtype=model.dtype, seeds={"items": settings.seed}, data=data, profile=profile),
+        "provenance": provenance(
+            model,
+            dtype=" and ".join(sorted({row["dtype"] for row in rows})),
+            seeds={"items": settings.seed},
+            data=data,
+            profile=profile,
+        ),
         "per_item": per_item(rows),
     }
     written = write_report(settings.out, result, f"Answers after an edit: {model.name}", sections(result))

@@ -77,6 +77,7 @@ def test_the_result_says_how_it_was_made(found):
     origin = found["provenance"]
     [data] = origin["data"]
     assert (data["name"], data["count"], len(data["hash"])) == ("hotpotqa", 3, 32)
+    assert origin["model"]["dtype"] in ("bfloat16", "float32")
     assert origin["model"]["name"] and origin["model"]["hash"] and origin["versions"] and origin["hardware"]
     # The shipped profile was made of the sample too: that shows that it works, and is no result.
     assert found["is_result"] is False
@@ -173,6 +174,7 @@ def test_what_calibration_takes_away_is_said_where_too_little_is_left():
 def test_an_item_that_is_too_long_is_named():
     cache = SimpleNamespace(
         config=SimpleNamespace(max_model_len=20),
+        stats=lambda: {"engine": {"dtype": "float32"}},
         render=lambda _: SimpleNamespace(token_ids=SimpleNamespace(tolist=lambda: list(range(10)))),
     )
     settings = SimpleNamespace(max_tokens=16, context=8)
