@@ -40,7 +40,7 @@ from agentcache.types import AlignedRun, PromptDiff, Run, clip_runs, complement,
 
 __all__ = ["measure_shift"]
 
-_SUMS = ("norm", "residual", "left", "without_common")
+_SUMS = ("norm", "residual", "left", "without_probes", "without_common")
 
 
 @torch.inference_mode()
@@ -67,9 +67,9 @@ def measure_shift(
 
     Returns:
         `probes` and `kept`: tokens of the chunks that were recomputed and that were not. For `key` and `value`, sums over the
-        kept rows by layer, `[L]` each: `norm`: ‖fresh‖²; `residual`: ‖fresh − reused‖²; `left`: ‖fresh − shifted‖²;
-        `without_common`: ‖fresh − reused − r̄‖² with r̄ the mean residual of the chunk's kept rows, the best that one offset
-        a chunk could do without weights.
+        kept rows by layer, `[L]` each: `norm`: ‖fresh‖²; `residual`: ‖fresh − reused‖²; `left`: ‖fresh − shifted‖²; and with
+        one offset a chunk, not weighted by row: `without_probes`: ‖fresh − reused − p̄‖², p̄ the mean residual of the chunk's
+        probes; `without_common`: ‖fresh − reused − r̄‖², r̄ that of its kept rows, the best there is.
 
     Raises:
         ValueError: Nothing of the chunks stands in the prompt, or the KV cache is too small.
@@ -106,10 +106,11 @@ def measure_shift(
     sums = torch.zeros(2, len(_SUMS), len(runtime.pages), dtype=torch.float64)
     kept = 0
     for chunk in made.restore:
+        probes = _rows([*clip_runs(report.repaired, chunk.new_start, chunk.new_stop)])
         rows = _rows(complement(report.repaired, chunk.new_stop, chunk.new_start))
         if len(rows):
             kept += len(rows)
-            sums += _sums(*(part[:, :, rows] for part in (fresh, reused, shifted)))
+            sums += _sums(fresh, reused, shifted, rows, probes)
     mean = runtime.mean_over_ranks(sums.flatten().float(), sums.numel())
     assert mean is not None
     by_layer = mean.view(sums.shape).tolist()
@@ -153,9 +154,22 @@ def _rows(runs: Sequence[Run]) -> torch.Tensor:
     return torch.tensor([row for run in runs for row in range(*run)], dtype=torch.int64)
 
 
-def _sums(fresh: torch.Tensor, reused: torch.Tensor, shifted: torch.Tensor) -> torch.Tensor:
-    """Returns `_SUMS` of one chunk's rows `[L, 2, T, H, D]`, float64 `[2, 4, L]`."""
-    fresh, reused, shifted = (part.double() for part in (fresh, reused, shifted))
-    residual = fresh - reused
-    parts = (fresh, residual, fresh - shifted, residual - residual.mean(2, keepdim=True))
+def _sums(
+    fresh: torch.Tensor, reused: torch.Tensor, shifted: torch.Tensor, rows: torch.Tensor, probes: torch.Tensor
+) -> torch.Tensor:
+    """Returns `_SUMS` of one chunk, float64 `[2, 5, L]`.
+
+    Args:
+        fresh: Exact rows of the prompt `[L, 2, T, H, D]`.
+        reused: As they were restored.
+        shifted: As the policy leaves them.
+        rows: Of the chunk, that were kept.
+        probes: Of the chunk, that were recomputed.
+    """
+    exact, old, moved = (part[:, :, rows].double() for part in (fresh, reused, shifted))
+    residual = exact - old
+    offset = torch.zeros(())
+    if len(probes):
+        offset = (fresh[:, :, probes].double() - reused[:, :, probes].double()).mean(2, keepdim=True)
+    parts = (exact, residual, exact - moved, residual - offset, residual - residual.mean(2, keepdim=True))
     return torch.stack([part.square().sum((2, 3, 4)) for part in parts]).permute(2, 0, 1)

@@ -103,7 +103,8 @@ def shift_of(rows: Sequence[Row], model: str) -> list[Cell]:
     Sums over all kept rows of all questions, for keys and values:
 
         explained   1 − Σ‖fresh − shifted‖² / Σ‖fresh − reused‖²   what the policy's weighted offset from its probes takes away
-        common      1 − Σ‖fresh − reused − r̄‖² / Σ‖fresh − reused‖²   the most that one unweighted offset a chunk could
+        probes      1 − Σ‖fresh − reused − p̄‖² / Σ‖fresh − reused‖²   what the mean residual of a chunk's probes would, without weights
+        common      1 − Σ‖fresh − reused − r̄‖² / Σ‖fresh − reused‖²   the most that one such offset could
         error       √(Σ‖fresh − reused‖² / Σ‖fresh‖²)               relative, before the shift
 
     `*_norm` is the same share of the norm instead of its square, `1 − √(1 − explained)`. None where nothing is to be explained:
@@ -125,11 +126,11 @@ def shift_of(rows: Sequence[Row], model: str) -> list[Cell]:
                 "probe_tokens": sum(row["probes"] for row in own),
             }
             for side in ("key", "value"):
-                norm, residual, left, without = (
-                    sum(row[side][name][layer] for row in own)
-                    for name in ("norm", "residual", "left", "without_common")
-                )
-                cell |= {f"{side}_{name}": value for name, value in _explained(norm, residual, left, without).items()}
+                sums = {
+                    name: sum(row[side][name][layer] for row in own)
+                    for name in ("norm", "residual", "left", "without_probes", "without_common")
+                }
+                cell |= {f"{side}_{name}": value for name, value in _explained(**sums).items()}
             out.append(cell)
     return out
 
@@ -138,15 +139,18 @@ _NOTHING: Final = 1e-5
 """Relative error of rows up to which there is nothing to explain: what rotating keys in 16 bits rounds is above it, and is kept."""
 
 
-def _explained(norm: float, residual: float, left: float, without: float) -> dict[str, float | None]:
+def _explained(
+    norm: float, residual: float, left: float, without_probes: float, without_common: float
+) -> dict[str, float | None]:
     error = (residual / norm) ** 0.5 if norm else 0.0
     if error <= _NOTHING:
-        return {"error": _round(error), "explained": None, "explained_norm": None, "common": None}
+        return {"error": _round(error), **dict.fromkeys(("explained", "explained_norm", "probes", "common"))}
     return {
         "error": _round(error),
         "explained": _round(1 - left / residual),
         "explained_norm": _round(1 - (left / residual) ** 0.5),
-        "common": _round(1 - without / residual),
+        "probes": _round(1 - without_probes / residual),
+        "common": _round(1 - without_common / residual),
     }
 
 

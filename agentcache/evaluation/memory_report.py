@@ -83,13 +83,14 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
                             ("error", "error"),
                             ("explained", "explained"),
                             ("explained_norm", "of the norm"),
+                            ("probes", "unweighted"),
                             ("common", "at most"),
                         )
                     ),
                 ],
                 "Of the rows that `mean_shift` keeps. Error: relative, before the shift. Explained: share of the squared residual norm "
-                "that the policy's offset takes away (below 0 where it adds error). At most: what the mean residual of each chunk "
-                "would, without weights.",
+                "that the policy's weighted offset takes away (below 0 where it adds error). Unweighted: what the mean residual of each "
+                "chunk's probes would. At most: what that of the kept rows themselves would.",
             )
         )
     return found
@@ -166,9 +167,10 @@ def plot_shift(cells: Sequence[Cell], out: Path) -> list[Path]:
                 lw=1.8,
                 label=f"{dataset}, r = {share:g}",
             )
-            axis.plot(layers, [100 * cell[f"{side}_common"] for cell in line], color=colour, lw=1, ls=":")
+            for name, style in (("probes", "--"), ("common", ":")):
+                axis.plot(layers, [100 * cell[f"{side}_{name}"] for cell in line], color=colour, lw=1, ls=style)
         axis.axhline(0, color="#000000", lw=0.8)
-        axis.set_title(f"{side}s (dotted: the best offset a chunk)", loc="left", fontsize=10)
+        axis.set_title(f"{side}s (dashed: without weights; dotted: the best offset)", loc="left", fontsize=10)
         axis.set_xlabel("layer")
     axes[0].set_ylabel("explained of the squared residual, %")
     axes[1].legend(frameon=False, fontsize=8)

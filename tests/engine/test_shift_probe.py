@@ -88,8 +88,11 @@ def test_the_shift_probe_reuses_every_chunk_and_knows_the_exact_rows(engine: Eng
     for side in (found["key"], found["value"]):
         assert max(side["residual"][0], side["left"][0]) < 1e-6 * side["norm"][0], "layer 0 knows no context"
         assert side["residual"][-1] > 1e-3 * side["norm"][-1]
-        for best, residual in zip(side["without_common"], side["residual"], strict=True):
+        for best, probes, residual in zip(
+            side["without_common"], side["without_probes"], side["residual"], strict=True
+        ):
             assert best <= residual * (1 + 1e-6), "a mean never makes the sum of squares larger"
+            assert best <= probes * (1 + 1e-6), "and no other offset does better"
 
 
 def test_the_shift_moves_rows_and_storing_in_few_bits_adds_error(engine: Engine) -> None:

@@ -55,7 +55,13 @@ def row(number: int, category: str = "temporal", **f1: float) -> dict[str, Any]:
 
 
 def shifted(left: float) -> dict[str, Any]:
-    side = {"norm": [100.0, 100.0], "residual": [0.0, 4.0], "left": [0.0, left], "without_common": [0.0, 1.0]}
+    side = {
+        "norm": [100.0, 100.0],
+        "residual": [0.0, 4.0],
+        "left": [0.0, left],
+        "without_probes": [0.0, 6.0],
+        "without_common": [0.0, 1.0],
+    }
     return {
         "id": "q",
         "dataset": "locomo",
@@ -160,6 +166,7 @@ def test_the_explained_share_is_of_the_squared_residual() -> None:
     assert first["key_explained"] is None and first["key_error"] == 0
     assert second["n"] == 2 and second["kept_tokens"] == 180
     assert second["value_explained"] == 0.5 and second["value_common"] == 0.75
+    assert second["value_probes"] == -0.5, "probes that are not like the others add error"
     assert second["value_explained_norm"] == pytest.approx(1 - 0.5**0.5, abs=1e-6) and second["value_error"] == 0.2
 
 
