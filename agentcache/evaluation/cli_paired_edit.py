@@ -23,6 +23,7 @@ from agentcache.evaluation.app import (
     words,
 )
 
+_QUICK_REPLY = "The value is"  # the built-in model is small
 _QUICK_POLICIES = "edit_local,random,attended,direct_reuse"
 
 
@@ -58,6 +59,9 @@ def paired_edit(
     ] = None,
     data: DataOption = "sample",
     seed: SeedOption = 1000,
+    reply: Annotated[
+        str, typer.Option(help="What every reply begins with, for models that would not begin with the value.")
+    ] = "",
     profile: ProfileOption = None,
     quick: QuickOption = False,
     plots: PlotsOption = False,
@@ -75,6 +79,7 @@ def paired_edit(
     if quick:
         items, draws, conditions, budgets = min(items, 3), draws or 6, "direct", "8,32"
         policies = _QUICK_POLICIES if policies == "paper,ours" else policies
+        reply = reply or _QUICK_REPLY
     run(
         PairedRun(
             model=model,
@@ -90,6 +95,7 @@ def paired_edit(
             tokens=tokens,
             data=data,
             seed=seed,
+            reply=reply,
             profile=profile,
             plots=plots,
         ),

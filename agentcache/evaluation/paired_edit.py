@@ -52,6 +52,7 @@ class PairedRun:
         tokens: Least tokens of background; None: by distance.
         data: Whose documents are the background.
         seed: Of the items.
+        reply: What replies begin with.
         profile: The model's profile.
         plots: Whether plots are drawn.
     """
@@ -69,6 +70,7 @@ class PairedRun:
     tokens: int | None
     data: str
     seed: int
+    reply: str
     profile: Path | None
     plots: bool
 
@@ -133,6 +135,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         "dtype": DTYPE,
         "data": dataset.hash,
         "seed": settings.seed,
+        "reply": settings.reply,
         "profile": None if profile is None else profile.model.hash,
     }
     measured = _Measured(WorkFile(work_path(settings.out)), common)
@@ -141,7 +144,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         longest = max(cell.tokens for cell in cells) + _ROOM
         bench = functools.cache(lambda: PairedBench(stack.enter_context(_engine(settings, str(folder), longest))))
         for cell in cells:
-            items = draw(cell, encode, documents, frame, count=settings.draws, seed=settings.seed)
+            items = draw(cell, encode, documents, frame, count=settings.draws, seed=settings.seed, reply=settings.reply)
             _measure(cell, items, arms, measured, bench, settings.items, console)
     found = cells_from(measured.rows(), model.name)
     drawn = sum(cell["n_drawn"] for cell in {_cell_of(cell): cell for cell in found["cells"]}.values())
@@ -153,6 +156,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         "provenance": provenance(
             model, dtype=DTYPE, seeds={"items": settings.seed, "bootstrap": 0}, data=data, profile=profile
         ),
+        "reply": settings.reply,
         "budgets": NOTES,
         **found,
     }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final, Literal
 
 from agentcache.errors import ConfigError
@@ -102,7 +101,14 @@ def background(dataset: Dataset) -> list[str]:
 
 
 def draw(
-    cell: Cell, encode: Encode, documents: Sequence[str], frame: ChatFrame, *, count: int, seed: int
+    cell: Cell,
+    encode: Encode,
+    documents: Sequence[str],
+    frame: ChatFrame,
+    *,
+    count: int,
+    seed: int,
+    reply: str = "",
 ) -> list[DerivedItem]:
     """Returns `count` items of a cell.
 
@@ -112,27 +118,26 @@ def draw(
     Raises:
         ConfigError: The tokenizer or the documents do not fit.
     """
-    items = _made(cell.form, cell, encode, documents, frame, 2 * count, seed)
+
+    def made(form: Form) -> list[DerivedItem]:
+        return derived_items(
+            encode,
+            documents,
+            frame,
+            count=2 * count,
+            distance=cell.distance,
+            filler_tokens=cell.tokens,
+            form=form,
+            seed=seed,
+            reply=reply,
+        )
+
+    items = made(cell.form)
     other: dict[Form, Form] = {"direct": "table", "table": "direct"}
     if cell.form not in other or cell.distance:
-        return list(islice(items, count))
-    twins = {item.draw: item for item in _made(other[cell.form], cell, encode, documents, frame, 2 * count, seed)}
-    return list(islice((item for item in items if item.draw in twins and _paired(item, twins[item.draw])), count))
-
-
-def _made(
-    form: Form, cell: Cell, encode: Encode, documents: Sequence[str], frame: ChatFrame, count: int, seed: int
-) -> Iterator[DerivedItem]:
-    yield from derived_items(
-        encode,
-        documents,
-        frame,
-        count=count,
-        distance=cell.distance,
-        filler_tokens=cell.tokens,
-        form=form,
-        seed=seed,
-    )
+        return items[:count]
+    twins = {item.draw: item for item in made(other[cell.form])}
+    return [item for item in items if item.draw in twins and _paired(item, twins[item.draw])][:count]
 
 
 def _paired(one: DerivedItem, other: DerivedItem) -> bool:

@@ -130,6 +130,7 @@ def derived_items(
     filler_tokens: int = 500,
     form: Form = "table",
     seed: int = 0,
+    reply: str = "",
 ) -> list[DerivedItem]:
     """Returns `count` items; equal arguments give equal items, and more of them begin with the same.
 
@@ -146,6 +147,7 @@ def derived_items(
         filler_tokens: Least tokens of documents in a prompt.
         form: What the edit changes, and how the question points at the carrier.
         seed: Of every choice.
+        reply: What the reply begins with, for models that would not begin with the value.
 
     Raises:
         ConfigError: An argument is not allowed, or the tokenizer does not fit: it has no pair of keys of equal length or cuts the
@@ -163,7 +165,7 @@ def derived_items(
     for number in range(_TRIES * count):
         script = write_script(random.Random(f"{seed}:{number}:words"), form)
         filler = _filler(random.Random(f"{seed}:{number}:texts"), encode, documents, script, filler_tokens)
-        item = None if filler is None else _compose(encode, frame, script, *filler, number, form, distance)
+        item = None if filler is None else _compose(encode, frame, script, *filler, number, form, distance, reply)
         if item is not None:
             items.append(item)
         if len(items) == count:
@@ -201,12 +203,13 @@ def _compose(
     number: int,
     form: Form,
     distance: int,
+    reply: str,
 ) -> DerivedItem | None:
     """Returns an item, or None when the tokenizer or the documents do not fit what was drawn."""
     opening = frame.opening + "\n\n".join(["Context:", *before, ""])
     rest = list(encode("\n" + "\n\n".join(behind)))
-    query = encode(f"\n\nQuestion: {script.question}{frame.closing}")
-    old_value, new_value = (tuple(encode(value)) for value in script.values)
+    query = encode(f"\n\nQuestion: {script.question}{frame.closing}{reply}")
+    old_value, new_value = (tuple(encode(f" {value}" if reply else value)) for value in script.values)
     if len(rest) <= distance or old_value[0] == new_value[0]:
         return None
     old, new = (list(encode(opening + line)) for line in script.head)

@@ -143,6 +143,7 @@ def settings(tmp_path: Path) -> PairedRun:
         tokens=None,
         data="sample",
         seed=3,
+        reply="",
         profile=None,
         plots=False,
     )

@@ -118,6 +118,19 @@ def test_items_of_one_draw_share_texts_name_and_values_across_forms() -> None:
         assert one.new[:shared] == two.new[:shared]
 
 
+def test_a_reply_that_has_begun_goes_on_with_a_space_and_the_value() -> None:
+    words = Words()
+
+    def encode(text: str) -> list[int]:
+        """Words with the space before them, as many models have them."""
+        return [words.ids.setdefault(piece, len(words.ids)) for piece in re.findall(r" ?\w+|\s|[^\w\s]", text)]
+
+    for item in derived_items(encode, DOCUMENTS, FRAME, count=3, distance=40, reply="It is"):
+        assert words.decode(item.new).endswith(" <assistant> It is")
+        value = words.decode(item.new_value)
+        assert value.startswith(" ") and f":{value}\n" in words.decode(item.new[slice(*item.carrier)])
+
+
 def test_no_word_of_an_item_stands_in_its_background() -> None:
     words = Words()
     documents = [*DOCUMENTS, *(f"{word} is here." for word in ("Kalmar", "alpha", "NORTH", "copper"))]
