@@ -247,7 +247,7 @@ def run(
     }
     done = measured(json_path, settings) if resume and json_path is not None else []
     engine = {"attention": True}  # of the parents, off the token path: for the candidates that rank by it
-    with AgentCache(model, dtype="bfloat16", max_model_len=max_tokens + 64, connector=engine) as cache:
+    with AgentCache(model, max_model_len=max_tokens + 64, connector=engine) as cache:
         chosen = token_edits(cache, dataset.tasks, edits + _WARM, seed)
         bench = _Bench(cache, candidate, margin, reps)
         for number, edit in enumerate(chosen[edits:]):

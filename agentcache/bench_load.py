@@ -90,7 +90,7 @@ def run(
     *, model: str, context: int, turn: int, streams: int, reps: int, json_path: Path | None, console: Console
 ) -> dict[str, Any]:
     """Measures both arms, prints the percentiles, writes JSON when a path is given; returns what the JSON holds."""
-    with AgentCache(model, dtype="bfloat16", max_model_len=context + turn + 256) as cache:
+    with AgentCache(model, max_model_len=context + turn + 256) as cache:
         load = _Load(cache, streams)
         edit = make_edit(load.ids, context, _EDIT_AT)
         tail = (load.ids[context + 64 :] + load.ids)[:turn]

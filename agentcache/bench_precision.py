@@ -90,7 +90,7 @@ def run(*, model: str, tokens: int, chats: int, json_path: Path | None, console:
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as work:
         url = f"disk://{work}/store?bytes=8GiB"
         longest = max(tokens, _LONGEST_CHAT) + 64
-        with AgentCache(model, dtype="bfloat16", store=url, max_model_len=longest, kv_bytes=KV_BYTES) as cache:
+        with AgentCache(model, store=url, max_model_len=longest, kv_bytes=KV_BYTES) as cache:
             text = sample_ids(cache.tokenizer.encode)
             if len(text) < tokens:
                 raise ConfigError(f"--tokens {tokens} are too many: the shipped text has {len(text)}; give fewer")

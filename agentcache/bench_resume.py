@@ -217,7 +217,7 @@ def run(
         if options:
             get_policy(name, options)  # an unknown one is known before the engine starts
     measure = {"attention": True}  # of the parent, off the token path: for the policies that rank by it
-    with AgentCache(model, dtype="bfloat16", max_model_len=context + 256, connector=measure, profile=profile) as cache:
+    with AgentCache(model, max_model_len=context + 256, connector=measure, profile=profile) as cache:
         edit = make_edit(sample_ids(cache.tokenizer.encode), context, edit_at)
         bench = _Bench(cache, edit)
         arms = {policy: _Arm(policy) for policy in policies}

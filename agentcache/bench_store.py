@@ -146,7 +146,7 @@ class _Bench:
             )
             url = f"{self._url}?bytes=8GiB"
             self._cache = self._until_close.enter_context(
-                AgentCache(settings.model, dtype="bfloat16", store=url, max_model_len=longest + 64, kv_bytes=KV_BYTES)
+                AgentCache(settings.model, store=url, max_model_len=longest + 64, kv_bytes=KV_BYTES)
             )
         return self._cache
 

@@ -163,7 +163,7 @@ class CacheConfig(BaseModel):
         policy_options: The policy's own settings, e.g. `{"k": 32}`; those that are not given come from the profile.
         profile: File of `agentcache profile`, which policies and mixed precision take their settings from. None: the one that ships
             for the model, if one does, for policies alone.
-        dtype: Weight and KV dtype.
+        dtype: Of weights and KV. `auto`: the model's own; float32 on a CPU that multiplies 16-bit numbers in software.
         max_model_len: Longest prompt plus reply in tokens; None takes the model's.
         block_size: Tokens a KV block.
         kv_bytes: KV memory of the engine; None takes a quarter of the free memory on CPU, vLLM's default on GPU.

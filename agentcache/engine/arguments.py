@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import platform
 import warnings
 from dataclasses import fields
 from typing import Any, Final
@@ -12,7 +13,9 @@ from typing import Any, Final
 from agentcache.config import CacheConfig
 from agentcache.errors import AgentCacheError, ConfigError
 
-__all__ = ["engine_args", "import_vllm", "is_quiet"]
+__all__ = ["engine_args", "import_vllm", "is_quiet", "multiplies_16_bit"]
+
+logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION: Final = "agentcache.engine.worker_extension.WorkerExtension"
 # Set by the cache itself: a second value in `engine_args` would contradict its own settings.
@@ -58,6 +61,22 @@ def _default_kv_bytes() -> int:
     return int(min(get_memory_node_info(node).available_memory for node in get_visible_memory_node()) // 4)
 
 
+def multiplies_16_bit() -> bool:
+    """Whether this CPU's matrix products of 16-bit numbers are not emulated, which is a hundred times slower than 32-bit ones."""
+    import torch
+
+    # x86 without AVX-512; torch has no public name for it.
+    return platform.machine() not in ("x86_64", "AMD64") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _dtype(config: CacheConfig, *, on_cpu: bool) -> str:
+    """Returns the dtype of the engine: where `auto` would be emulated, float32."""
+    if config.dtype != "auto" or not on_cpu or multiplies_16_bit():
+        return config.dtype
+    logger.info("dtype='auto' is float32 here: this CPU multiplies 16-bit numbers in software")
+    return "float32"
+
+
 def engine_args(config: CacheConfig, model: str) -> Any:
     """Returns the `AsyncEngineArgs` of a cache.
 
@@ -89,7 +108,7 @@ def engine_args(config: CacheConfig, model: str) -> Any:
         kv_bytes = _default_kv_bytes()
     arguments: dict[str, Any] = {
         "model": model,
-        "dtype": config.dtype,
+        "dtype": _dtype(config, on_cpu=on_cpu),
         "max_model_len": config.max_model_len,
         "block_size": config.block_size,
         "kv_cache_memory_bytes": kv_bytes,

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from agentcache import AgentCache, CacheConfig, ConfigError, EngineDeadError, UnsupportedModelError
+from agentcache.engine import arguments as engine_arguments
 from agentcache.engine.arguments import engine_args, import_vllm
 from agentcache.engine.launch import EngineStart
 from tests.models import REFUSED
@@ -73,6 +74,15 @@ def test_the_kv_space_is_a_quarter_of_the_free_memory_unless_the_environment_say
         assert 0 < size <= psutil.virtual_memory().total / 4
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         assert engine_args(CacheConfig.build(), str(tmp_path)).kv_cache_memory_bytes is None
+
+
+@pytest.mark.parametrize(("able", "auto"), [(True, "auto"), (False, "float32")])
+def test_a_cpu_without_16_bit_products_computes_in_32_bits_unless_told_otherwise(
+    able: bool, auto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_arguments, "multiplies_16_bit", lambda: able)
+    assert engine_args(CacheConfig.build(), str(tmp_path)).dtype == auto
+    assert engine_args(CacheConfig.build(dtype="bfloat16"), str(tmp_path)).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

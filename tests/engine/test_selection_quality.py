@@ -42,7 +42,7 @@ def cache() -> Iterator[AgentCache]:
         pytest.skip(f"{MODEL} does not name the folder of a model that answers the derived items")
     folder = Path(os.environ[MODEL])
     assert folder.is_dir(), f"{MODEL}={str(folder)!r} is not a folder"
-    with AgentCache(folder, dtype="bfloat16", max_model_len=2048, kv_bytes=1 << 30) as cache:
+    with AgentCache(folder, max_model_len=2048, kv_bytes=1 << 30) as cache:
         yield cache
 
 
