@@ -25,8 +25,9 @@ if TYPE_CHECKING:
         UnknownVersionError,
         UnsupportedModelError,
     )
-    from agentcache.events import KVPaused, KVResumed, PolicyFellBack, PromptRevised, QualityChecked
+    from agentcache.events import KVPaused, KVResumed, PolicyFellBack, PromptRevised, QualityChecked, ReplyEnded
     from agentcache.reply import RecoveryReport, Reply, StreamChunk, VersionRecord
+    from agentcache.report.table import ResumeTable
     from agentcache.types import RevisionKind
 
     __version__: str
@@ -48,8 +49,10 @@ __all__ = [
     "RecoveryReport",
     "RenderError",
     "Reply",
+    "ReplyEnded",
     "RequestError",
     "RequestTimeout",
+    "ResumeTable",
     "RevisionKind",
     "SelfCheckError",
     "StoreError",
@@ -73,6 +76,8 @@ _HOME = {
     "QualityChecked": "events",
     "RecoveryReport": "reply",
     "Reply": "reply",
+    "ReplyEnded": "events",
+    "ResumeTable": "report.table",
     "RevisionKind": "types",
     "StreamChunk": "reply",
     "VersionRecord": "reply",
