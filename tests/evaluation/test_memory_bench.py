@@ -126,6 +126,8 @@ def test_every_arm_starts_from_an_empty_prefix_cache_and_another_one_begins_each
     data = load_memories()
     rows, _ = run(*(asked_of(data, tmp_path)), data)
     arms = [(name.rsplit("/", 1)[1], options) for name, options in cache.asked if not options.get("save", True)]
+    warm, arms = arms[: len(ARMS)], arms[len(ARMS) :]
+    assert [(name, options["max_tokens"]) for name, options in warm] == [(arm.name, 1) for arm in ARMS]
     first = [arms[at * len(ARMS)][0] for at in range(3)]
     assert first == [arm.name for arm in ARMS[:3]]
     for name, options in arms:
@@ -166,7 +168,8 @@ def test_what_was_measured_is_not_measured_again_and_more_questions_go_on(cache:
     more, _ = run(*(asked_of(data, tmp_path, count=5)), data)
     ids = {row["id"] for row in first[0]}
     assert len(more) == 5 and ids < {row["id"] for row in more}
-    assert len([1 for name, _ in cache.asked if name.endswith(FULL)]) == 5
+    full = [options["max_tokens"] for name, options in cache.asked if name.endswith(FULL)]
+    assert full.count(16) == 5 and full.count(1) == 2, "each engine warms up once"
 
 
 def test_a_lost_chunk_and_a_prompt_that_is_too_long_are_errors(cache: FakeCache, tmp_path: Path) -> None:
