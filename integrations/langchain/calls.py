@@ -96,6 +96,7 @@ class Caller:
             model_config=engine.model_config,
             prompt_end=lambda: self._prompt_end,
             grammar_waits=engine.grammar_waits,
+            grammar_backend=engine.grammar_backend,
             model=self.model,
         )
 
@@ -189,8 +190,12 @@ class Caller:
 
     def message(self, call: Call, reply: Reply) -> AIMessage:
         """Returns a call's message, and ends the call."""
-        parsed = call.parser.parse(reply.text, reply.token_ids) if call.parser is not None else Parsed(reply.text)
-        message = ai_message(parsed, *self._facts(call, reply, called=bool(parsed.calls)))
+        cut = reply.finish_reason == "length"
+        parsed = Parsed(reply.text)
+        if call.parser is not None:
+            parsed = call.parser.parse(reply.text, reply.token_ids, cut=cut)
+        facts = self._facts(call, reply, called=bool(parsed.calls))
+        message = ai_message(parsed, *facts, cut_at=len(reply.token_ids) if cut else None)
         self.router.finished(call.route, reply, message, call.run)
         return message
 

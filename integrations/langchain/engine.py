@@ -60,6 +60,11 @@ class EngineHandle:
         """Whether the engine constrains a reply only after its reasoning."""
         return bool(self._engine().llm.vllm_config.structured_outputs_config.reasoning_parser)
 
+    @property
+    def grammar_backend(self) -> str:
+        """What constrains replies."""
+        return str(self._engine().llm.vllm_config.structured_outputs_config.backend)
+
     def kind(self, version: str | None) -> str | None:
         """Returns why a version differs from its parent; None where there is no such version any more."""
         if version is None:

@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMClientError
 from vllm.parser.abstract_parser import Parser
 from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import get_tool_call_id_type, make_tool_call_id
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers import ToolParserManager
 
 from agentcache.errors import ConfigError
 from agentcache.integrations.langchain.families import NONE, ParserNames
 from agentcache.integrations.langchain.forms import CallPart, Parsed, Wanted
+from agentcache.integrations.langchain.grammar import BACKENDS, tightened
 
 __all__ = ["OutputParsers", "RequestParser"]
 
@@ -34,6 +37,7 @@ class OutputParsers:
         model_config: vLLM's.
         prompt_end: Gives the ids that every prompt ends with: a template may open the reasoning there.
         grammar_waits: Whether the engine constrains a reply only after its reasoning.
+        grammar_backend: vLLM's name of what constrains replies.
         model: Its name, for messages.
 
     Raises:
@@ -48,6 +52,7 @@ class OutputParsers:
         model_config: Any,
         prompt_end: Callable[[], list[int]],
         grammar_waits: bool,
+        grammar_backend: str,
         model: str,
     ) -> None:
         self.names = ParserNames(*(None if name == NONE else name for name in names))
@@ -55,6 +60,7 @@ class OutputParsers:
         self._model_config = model_config
         self._prompt_end = prompt_end
         self._grammar_waits = grammar_waits
+        self._bounds = grammar_backend in BACKENDS
         self._model = model
         self._classes: dict[tuple[bool, str], type[Parser]] = {}
         _check("tool_parser", self.names.tool, ToolParserManager.list_registered())
@@ -101,7 +107,10 @@ class OutputParsers:
         parser: Parser | None = None
         if wanted.tools or reasons:
             parser = self._make(reasons, wanted, request.tools, level)
-            request = parser.adjust_request(request)
+            try:
+                request = parser.adjust_request(request)
+            except (ValueError, VLLMClientError) as error:
+                raise _refused(error) from error
         structured = request.extract_structured_outputs()
         if wanted.forced and structured is None:
             raise ConfigError(
@@ -112,7 +121,15 @@ class OutputParsers:
                 f"vLLM's parser {self.names.tool!r} cannot combine tools with response_format={wanted.response_format!r:.80}: "
                 "the model could never call one; use a tool as response format, e.g. LangChain's ToolStrategy"
             )
-        return RequestParser(parser, request, prompt_end)
+        if structured is not None and self._bounds:
+            structured = tightened(structured)
+        return RequestParser(
+            parser,
+            request,
+            prompt_end,
+            structured,
+            forced=wanted.forced,
+        )
 
     def _make(self, reasons: bool, wanted: Wanted, tools: list[Any] | None, level: str) -> Parser:
         made = self._class(reasons, bool(wanted.tools), level)
@@ -147,8 +164,8 @@ class OutputParsers:
             fields["response_format"] = wanted.response_format
         try:
             return ChatCompletionRequest(**fields)
-        except ValueError as error:
-            raise ConfigError(f"vLLM does not accept these tools or this response format: {error}") from error
+        except (ValueError, VLLMClientError) as error:
+            raise _refused(error) from error
 
     def _history(self, chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns what a parser reads of the messages: how many calls there were, where a call's id counts them."""
@@ -173,29 +190,42 @@ class RequestParser:
         parser: vLLM's; None: the reply is text in a fixed form.
         request: As the parser has changed it.
         prompt_end: Ids that the prompt ends with.
+        structured: What constrains the reply.
+        forced: Whether it is a tool call in any case.
     """
 
     parser: Parser | None
     request: ChatCompletionRequest
     prompt_end: list[int]
+    structured: StructuredOutputsParams | None
+    forced: bool
     _ids: list[int] = field(default_factory=list)
 
     @property
     def sampling(self) -> dict[str, Any]:
         """The fields of vLLM's `SamplingParams` that the parser needs."""
-        fields: dict[str, Any] = {}
-        structured = self.request.extract_structured_outputs()
-        if structured is not None:
-            fields["structured_outputs"] = structured
+        fields: dict[str, Any] = {} if self.structured is None else {"structured_outputs": self.structured}
         if not self.request.skip_special_tokens:
             fields["skip_special_tokens"] = False
         return fields
 
-    def parse(self, text: str, token_ids: Sequence[int]) -> Parsed:
-        """Returns a whole reply taken apart."""
-        self._ids = list(token_ids)
+    def parse(self, text: str, token_ids: Sequence[int], *, cut: bool = False) -> Parsed:
+        """Returns a whole reply taken apart.
+
+        Args:
+            text: The reply.
+            token_ids: Its ids.
+            cut: Whether a limit ended it, maybe inside of a call. Parsers of whole replies take such a call for text.
+        """
         if self.parser is None:
             return Parsed(text)
+        if cut and self.request.tools:
+            new = self.delta(text, token_ids, finished=False)
+            rest = self.delta("", [], finished=True)  # it also closes what the limit has cut
+            if self.forced and not new.calls:
+                return Parsed(calls=(CallPart(0, make_tool_call_id(), None, text),))
+            return Parsed(new.content + rest.content, new.reasoning + rest.reasoning, _joined(new.calls))
+        self._ids = list(token_ids)
         self.parser.set_prompt_token_ids(self.prompt_end)
         reasoning, content, calls = self.parser.parse(
             text, self.request, enable_auto_tools=bool(self.request.tools), model_output_token_ids=self._ids
@@ -231,10 +261,25 @@ class RequestParser:
         return int(self.parser.count_reasoning_tokens(self._ids))
 
 
+def _joined(parts: Sequence[CallPart]) -> tuple[CallPart, ...]:
+    """Returns the parts of a stream as one part a call."""
+    found: dict[int, CallPart] = {}
+    for part in parts:
+        known = found.get(part.index, CallPart(part.index, None, None, ""))
+        found[part.index] = CallPart(
+            part.index, known.id or part.id, known.name or part.name, known.arguments + part.arguments
+        )
+    return tuple(found.values())
+
+
 def _strict(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool whose arguments must follow its schema, unless it says otherwise: a call that is forced has to be a good one."""
     function = tool["function"]
     return {**tool, "function": {**function, "strict": function.get("strict", True)}}
+
+
+def _refused(error: Exception) -> ConfigError:
+    return ConfigError(f"vLLM does not accept these tools or this response format: {error}")
 
 
 def _check(option: str, name: str | None, known: Sequence[str]) -> None:

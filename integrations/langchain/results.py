@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,7 +10,6 @@ from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, 
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk
-from langchain_core.utils.json import parse_partial_json
 
 from agentcache.integrations.langchain.forms import CallPart, Parsed
 from agentcache.integrations.routing import Route
@@ -21,9 +21,18 @@ PROVIDER: Final = "agentcache"
 """LangChain's name of where the model runs."""
 
 
-def ai_message(parsed: Parsed, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessage:
-    """Returns a whole reply; calls whose arguments are no JSON object are invalid tool calls."""
-    calls, broken = _tool_calls(parsed.calls)
+def ai_message(
+    parsed: Parsed, usage: UsageMetadata, metadata: dict[str, Any], *, cut_at: int | None = None
+) -> AIMessage:
+    """Returns a whole reply; calls whose arguments are no JSON object are invalid tool calls, which say why.
+
+    Args:
+        parsed: The reply.
+        usage: Its tokens.
+        metadata: Its metadata.
+        cut_at: The limit of tokens that ended it, if one did.
+    """
+    calls, broken = _tool_calls(parsed.calls, cut_at)
     return AIMessage(
         content=parsed.content,
         additional_kwargs={"reasoning_content": parsed.reasoning} if parsed.reasoning else {},
@@ -104,18 +113,19 @@ def report(route: Route, reply: Reply, kind: str | None) -> dict[str, Any]:
     return reply.recovery.model_dump(mode="json") | values
 
 
-def _tool_calls(parts: Sequence[CallPart]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+def _tool_calls(parts: Sequence[CallPart], cut_at: int | None) -> tuple[list[ToolCall], list[InvalidToolCall]]:
     calls: list[ToolCall] = []
     broken: list[InvalidToolCall] = []
+    error = "the arguments are no JSON object" if cut_at is None else f"cut by max_tokens={cut_at}"
     for part in parts:
-        name = part.name or ""
+        # Some forms write nothing for no arguments.
+        text = part.arguments if part.arguments.strip() or cut_at is not None else "{}"
         try:
-            # As chunks of a stream are read: what a limit has cut off is closed.
-            arguments = parse_partial_json(part.arguments) if part.arguments.strip() else {}
+            arguments = json.loads(text)
         except ValueError:
             arguments = None
-        if isinstance(arguments, dict):
-            calls.append(tool_call(name=name, args=arguments, id=part.id))
+        if isinstance(arguments, dict) and part.name:
+            calls.append(tool_call(name=part.name, args=arguments, id=part.id))
         else:
-            broken.append(invalid_tool_call(name=name, args=part.arguments, id=part.id, error="no JSON object"))
+            broken.append(invalid_tool_call(name=part.name, args=part.arguments, id=part.id, error=error))
     return calls, broken

@@ -1,0 +1,78 @@
+"""LangChain's conformance suites, set up for `ChatAgentCache`.
+
+What the suites skip, each for a capability that is declared below or that a model of text has not:
+
+| test | why |
+|---|---|
+| `test_*_with_model_override` | an engine runs one model (`supports_model_override`) |
+| `test_init_from_env` | no setting is read from the environment (`init_from_env_params`) |
+| `test_serdes` | a running engine cannot be serialised (`is_lc_serializable`) |
+| `test_json_mode` | SmolLM2 cannot keep to a schema that only the prompt names (`supports_json_mode`) |
+| `test_image_*`, `test_pdf_*`, `test_audio_*` | the engine's models read text (`supports_*_inputs`, `supports_*_tool_message`) |
+| `test_anthropic_inputs` | Anthropic's tool results inside a user's message (`supports_anthropic_inputs`) |
+| `test_stream_time` | recorded network traffic, of which there is none (`enable_vcr_tests`) |
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+from agentcache import AgentCache
+from agentcache.integrations.langchain import ChatAgentCache
+
+__all__ = ["TOOL_MODEL", "TOOL_MODEL_VARIABLE", "Conformance"]
+
+TOOL_MODEL_VARIABLE = "AGENTCACHE_TOOL_MODEL"
+TOOL_MODEL = os.environ.get(TOOL_MODEL_VARIABLE)
+
+_TEXT_TOKENS = 12
+_FORM_TOKENS = 160
+
+
+class Conformance(ChatModelIntegrationTests):
+    """The suite that calls the model. A subclass sets `running`."""
+
+    running: ClassVar[AgentCache]
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatAgentCache
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"cache": self.running, "timeout": 300.0}
+
+    @pytest.fixture
+    def model(self, request: Any) -> BaseChatModel:
+        """The model of one test: few tokens where only text is wanted."""
+        forms = any(part in request.node.name for part in ("tool", "structured", "json", "agent"))
+        params = {**self.standard_chat_model_params, **self.chat_model_params}
+        return ChatAgentCache(**{**params, "max_tokens": _FORM_TOKENS if forms else _TEXT_TOKENS})
+
+    @property
+    def supports_model_override(self) -> bool:
+        return False
+
+    @property
+    def supported_usage_metadata_details(self) -> dict[Any, list[Any]]:
+        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        model = ChatAgentCache(**self.chat_model_params, max_tokens=4)
+        facts = " ".join(f"Item {i} weighs {7 * i} grams." for i in range(24))
+        question = HumanMessage(f"{facts} How heavy is item 7?")
+        first = model.invoke([question])
+        more = [question, first, HumanMessage("And item 8?")]
+        if not stream:
+            reply = model.invoke(more)
+        else:
+            chunks = list(model.stream(more))
+            reply = sum(chunks[1:], chunks[0])
+        assert reply.usage_metadata is not None and reply.usage_metadata["input_token_details"]["cache_read"] > 200
+        return reply
