@@ -52,6 +52,7 @@ class Call:
         run: The run that it belongs to.
         retries: How often it is tried again when it fails in the engine.
         chunks: What its stream has given so far.
+        ended: Whether its episode knows of its end.
     """
 
     chat: list[dict[str, Any]]
@@ -61,6 +62,7 @@ class Call:
     run: Run
     retries: int
     chunks: list[AIMessageChunk] = field(default_factory=list)
+    ended: bool = False
 
 
 class Caller:
@@ -196,7 +198,7 @@ class Caller:
             parsed = call.parser.parse(reply.text, reply.token_ids, cut=cut)
         facts = self._facts(call, reply, called=bool(parsed.calls))
         message = ai_message(parsed, *facts, cut_at=len(reply.token_ids) if cut else None)
-        self.router.finished(call.route, reply, message, call.run)
+        self._finish(call, reply, message)
         return message
 
     def chunks_of(self, call: Call, piece: StreamChunk) -> Iterator[ChatGenerationChunk]:
@@ -213,12 +215,18 @@ class Caller:
         call.chunks += [_message(chunk) for chunk in chunks]
         if piece.reply is not None:
             whole = message_chunk_to_message(add_ai_message_chunks(call.chunks[0], *call.chunks[1:]))
-            self.router.finished(call.route, piece.reply, whole, call.run)
+            self._finish(call, piece.reply, whole)
         yield from chunks
 
     def fail(self, call: Call, error: BaseException | None = None) -> None:
-        """Ends a call that has no message."""
-        self.router.failed(call.route, error)
+        """Ends a call that has no message; one that has ended stays as it is."""
+        if not call.ended:
+            call.ended = True
+            self.router.failed(call.route, error)
+
+    def _finish(self, call: Call, reply: Reply, message: BaseMessage) -> None:
+        call.ended = True
+        self.router.finished(call.route, reply, message, call.run)
 
     def _facts(self, call: Call, reply: Reply, *, called: bool) -> tuple[Any, dict[str, Any]]:
         reasoning = call.parser.reasoning_tokens if call.parser is not None else None

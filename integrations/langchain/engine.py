@@ -85,17 +85,17 @@ class EngineHandle:
     async def generate(self, episode: str | None, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> Reply:
         """Returns the reply to a prompt of an episode, or of none."""
         if episode is None:
-            return await self.cache.generate(chat, **options)  # type: ignore[typeddict-item]
-        return await (await self._episode(episode)).generate(chat, **options)  # type: ignore[typeddict-item]
+            return await self.cache.generate(chat, **options)
+        return await (await self._episode(episode)).generate(chat, **options)
 
     async def stream(
         self, episode: str | None, chat: list[dict[str, Any]], options: Mapping[str, Any]
     ) -> AsyncGenerator[StreamChunk, None]:
         """Yields the reply of `generate` token by token; closing the generator aborts it."""
         if episode is None:
-            chunks = self.cache.stream(chat, **options)  # type: ignore[typeddict-item]
+            chunks = self.cache.stream(chat, **options)
         else:
-            chunks = (await self._episode(episode)).stream(chat, **options)  # type: ignore[typeddict-item]
+            chunks = (await self._episode(episode)).stream(chat, **options)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
@@ -115,11 +115,7 @@ class EngineHandle:
         Raises:
             AgentCacheError: This is the cache's own loop, which would wait for itself.
         """
-        try:
-            future, cancel = self._start(coroutine, wait=True)
-        except AgentCacheError:
-            coroutine.close()
-            raise
+        future, cancel = self._start(coroutine, wait=True)
         try:
             return future.result()
         finally:
@@ -129,11 +125,7 @@ class EngineHandle:
         """Returns what a coroutine returns, from any loop; a cancelled wait cancels it."""
         if self._is_home():
             return await coroutine
-        try:
-            future, cancel = self._start(coroutine)
-        except AgentCacheError:
-            coroutine.close()
-            raise
+        future, cancel = self._start(coroutine)
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -185,8 +177,10 @@ class EngineHandle:
         """Starts a coroutine on the cache's loop; returns the future of its end, whichever it is, and what cancels it."""
         loop = self.cache._session.loop
         if loop is None or loop.is_closed() or not loop.is_running():
+            coroutine.close()
             raise AgentCacheError("this cache is closed, or the event loop that it was started on has ended")
         if wait and _running_loop() is loop:
+            coroutine.close()
             raise AgentCacheError(
                 "a synchronous call on the event loop of the cache would wait for itself; use ainvoke or astream, or an AgentCache"
             )

@@ -17,7 +17,7 @@ EPISODE_ONLY: Final = frozenset({"policy", "policy_options", "sources", "save", 
 
 _OWN: Final = frozenset({"tools", "attributes", "parent"})
 _KNOWN: Final = frozenset(GenerateOptions.__annotations__) - _OWN
-_EMPTY: Final = (None, {}, [])
+_EMPTY: Final[tuple[Any, ...]] = (None, {}, [])
 
 
 def take_wanted(kwargs: dict[str, Any], *, parallel: bool) -> Wanted:

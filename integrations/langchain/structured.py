@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
@@ -47,7 +47,7 @@ def structured(
         raise ConfigError(f"unknown method {method!r}; there are {', '.join(get_args(Method))}")
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-    parser: Any
+    parser: Runnable[Any, Any]
     if method == "function_calling":
         name = convert_to_openai_tool(schema)["function"]["name"]
         bound = model.bind_tools(
@@ -64,7 +64,7 @@ def structured(
             parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
     else:
         bound = model.bind(response_format=_format(schema, method), ls_structured_output_format=traced, **options)
-        parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()  # type: ignore[type-var]
+        parser = PydanticOutputParser(pydantic_object=cast("type[Any]", schema)) if is_class else JsonOutputParser()
     if not include_raw:
         return bound | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)

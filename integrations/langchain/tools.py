@@ -76,7 +76,7 @@ def _chosen(choice: Any) -> Any:
 
 
 def _formatted(tool: ToolLike, strict: bool | None) -> dict[str, Any]:
-    made = convert_to_openai_tool(tool, strict=strict)  # type: ignore[arg-type]
+    made = convert_to_openai_tool(tool, strict=strict)
     if made.get("type") != "function" or not isinstance(made.get("function"), Mapping):
         raise ConfigError(f"{tool!r:.200} is no function that this process can call; bind functions, tools or schemas")
     function = made["function"]
