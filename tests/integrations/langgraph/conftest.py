@@ -15,17 +15,28 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from agentcache import AgentCache
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "qwen2_5.jinja"
+ENGINE = pytest.StashKey[AgentCache]()
 
 
-@pytest.fixture(scope="package")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentCache]:
-    """A tiny random model with the chat template of Qwen2.5, which shows tools."""
-    from tests.models import make_tiny
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AgentCache:
+    """A tiny random model with the chat template of Qwen2.5, which shows tools; one engine for all tests of this folder."""
+    stash = request.config.stash
+    if ENGINE not in stash:
+        from tests.models import make_tiny
 
-    folder = make_tiny("llama", tmp_path_factory.mktemp("agent"))
-    shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
-    with AgentCache(folder, dtype="float32", kv_bytes=128 << 20, max_model_len=8192) as cache:
-        yield cache
+        folder = make_tiny("llama", tmp_path_factory.mktemp("agent"))
+        shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
+        stash[ENGINE] = AgentCache(folder, dtype="float32", kv_bytes=128 << 20, max_model_len=8192)
+    return stash[ENGINE]
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Closes the engine behind the folder's last test. A package-scoped fixture would live until the session ends."""
+    cache = item.config.stash.get(ENGINE, None)
+    if cache is not None and (nextitem is None or Path(__file__).parent not in nextitem.path.parents):
+        del item.config.stash[ENGINE]
+        cache.close()
 
 
 @pytest.fixture

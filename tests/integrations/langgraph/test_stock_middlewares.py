@@ -79,9 +79,8 @@ def check_edit(call: Call, kind: RevisionKind, *, reused: int) -> None:
     t = call.tokens
     assert call.kind is kind
     assert t.requested_policy == t.policy == LOSSY
-    # An aligned passage is not always the longest: what P ends with may also be read as its beginning.
     assert t.prefix_tokens == call.shared_prefix
-    assert t.suffix_tokens == t.repair_tokens + t.reused_tokens >= call.longest_shared
+    assert t.suffix_tokens == t.repair_tokens + t.reused_tokens >= call.longest_shared  # and shorter passages
     assert 0 < t.repair_tokens <= 2 * WINDOW and t.reused_tokens >= reused
     assert t.fresh_tokens + t.new_tokens == t.prompt_tokens - t.prefix_tokens - t.suffix_tokens
 
@@ -95,7 +94,7 @@ def check_appends(calls: list[Call]) -> None:
         assert (t.fresh_tokens, t.repair_tokens, t.reused_tokens) == (0, 0, 0)
 
 
-def ask(agent: Any, value: Any, thread: str = "t", **config: Any) -> Any:
+def ask(agent: Any, value: Any, thread: str, **config: Any) -> Any:
     value = {"messages": [HumanMessage(value)]} if isinstance(value, str) else value
     return agent.invoke(value, {"configurable": {"thread_id": thread}, **config})
 
