@@ -89,7 +89,8 @@ def run_drift(settings: DriftRun, console: Console, *, plots: bool) -> dict[str,
         rows = measure_model(pairs, model, partial(_engine, folder, model, settings), work, console)
         cells += cells_of(model.name, rows)
         layers += layers_of(model.name, rows)
-        made.append(provenance(model, dtype=model.dtype, seeds={"edits": settings.seed}, data=uses(datasets, pairs)))
+        dtype = " and ".join(sorted({row["dtype"] for row in rows}))
+        made.append(provenance(model, dtype=dtype, seeds={"edits": settings.seed}, data=uses(datasets, pairs)))
     result = {
         "part": "drift",
         "pairs": settings.pairs,
@@ -110,6 +111,6 @@ def _engine(folder: Path, model: Any, settings: DriftRun) -> Any:
     """Returns an engine whose KV cache holds the two revisions of a pair, and reckons without their shared prefix."""
     from agentcache.cache import AgentCache
 
-    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * (4 if model.dtype == "float32" else 2)
+    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * 4  # of the widest type
     longest = settings.max_tokens + _ROOM
     return AgentCache(folder, max_model_len=longest, kv_bytes=max(3 * longest * row_bytes, 1 << 20))

@@ -151,6 +151,7 @@ def run_memory(settings: MemoryRun, console: Console, *, plots: bool) -> dict[st
         more, shifted = ask_all(data, questions, settings, model, folder, work, console)
         rows += more
         shifts += shifted
+    dtype = " and ".join(sorted({row["dtype"] for row in rows}))
     cells, by_category = cells_of(rows, model.name, settings.arms, settings.seed)
     result: dict[str, Any] = {
         "part": "memory",
@@ -171,7 +172,7 @@ def run_memory(settings: MemoryRun, console: Console, *, plots: bool) -> dict[st
             "dataset": [row["dataset"] for row in rows],
             "f1": {arm.name: [row["arms"][arm.name]["f1"] for row in rows] for arm in settings.arms},
         },
-        "provenance": provenance(model, dtype=model.dtype, seeds={"items": settings.seed}, data=uses, profile=profile),
+        "provenance": provenance(model, dtype=dtype, seeds={"items": settings.seed}, data=uses, profile=profile),
     }
     written = write_report(settings.out, result, f"Answers from reused memories: {model.name}", sections(result))
     if plots:

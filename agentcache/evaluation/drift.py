@@ -71,6 +71,9 @@ class Prober(Protocol):
     def probe(self, name: Any, *args: Any) -> dict[str, Any]:
         """Returns what a probe measures."""
 
+    def stats(self) -> dict[str, Any]:
+        """Returns what is known of the engine."""
+
 
 def choose_pairs(datasets: Sequence[Dataset], render: Render, settings: DriftRun) -> list[Pair]:
     """Returns the edits to measure; the data sets take turns, and in each the tasks.
@@ -115,7 +118,8 @@ def measure_model(
         engine = functools.cache(lambda: stack.enter_context(open_engine()))
 
         def measure(pair: Pair) -> Row:
-            return {"pair": pair.id, "dataset": pair.dataset, **engine().probe("drift", pair.old, pair.new)}
+            found = engine().probe("drift", pair.old, pair.new)
+            return {"pair": pair.id, "dataset": pair.dataset, "dtype": engine().stats()["engine"]["dtype"], **found}
 
         items = [
             (item_key(part="drift", schema=_SCHEMA, model=model.hash, dtype=model.dtype, old=p.old, new=p.new), p)

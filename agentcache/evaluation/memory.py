@@ -132,8 +132,8 @@ def select_units(data: MemorySet, questions: Sequence[MemoryQuestion], settings:
 
 
 def chunk_bytes(model: ModelFingerprint, tokens: int) -> int:
-    """Returns the bytes of so many rows of a model's KV as it is computed."""
-    return tokens * 2 * model.layers * model.kv_heads * model.head_dim * (4 if model.dtype == "float32" else 2)
+    """Returns the bytes of so many rows of a model's KV in the widest type that it may be computed in."""
+    return tokens * 2 * model.layers * model.kv_heads * model.head_dim * 4
 
 
 def open_cache(folder: Path, model: ModelFingerprint, settings: MemoryRun) -> AgentCache:
@@ -219,6 +219,7 @@ class _Bench:
         self._cache = cache
         self._data = data
         self._settings = settings
+        self._dtype: str = cache.stats()["engine"]["dtype"]
         self._warm = False
         self._memory: str | None = None
         self._chunks: dict[tuple[str, str], str] = {}  # by text and precision: ids of the memory that is asked about
@@ -253,6 +254,7 @@ class _Bench:
         return {
             "id": each.question.id,
             "dataset": self._data.name,
+            "dtype": self._dtype,
             "category": each.question.category,
             "recall": each.recall,
             "units": len(each.units),

@@ -55,6 +55,9 @@ class FakeEngine:
     def __init__(self) -> None:
         self.calls = 0
 
+    def stats(self) -> dict[str, Any]:
+        return {"engine": {"dtype": "float32"}}
+
     def probe(self, name: str, old: list[int], new: list[int]) -> dict[str, Any]:
         assert name == "drift"
         self.calls += 1

@@ -81,6 +81,9 @@ class FakeCache:
     def drop_chunk(self, name: str) -> None:
         self.kept.remove(name)
 
+    def stats(self) -> dict[str, Any]:
+        return {"engine": {"dtype": "float32"}}
+
     def flush(self) -> bool:
         return True
 
