@@ -18,6 +18,7 @@ from agentcache.integrations.overlap import Fingerprint, fingerprint, overlap
 __all__ = ["Choice", "Line", "Lines", "Place"]
 
 _LOOKED_BACK: Final = 16  # versions of an episode that a prompt is compared with
+_LINES_LOOKED_AT: Final = 32  # episodes of a thread whose newest versions a new one is compared with
 _REMEMBERED: Final = 512  # versions of an episode that a checkpoint may name
 _MOST_THREADS: Final = 10_000  # threads that are remembered; one that is not begins with its episode's head
 _SAME: Final = 0.5  # share of text in common that makes a subgraph's prompt the next of an episode
@@ -94,11 +95,10 @@ class _Version:
 
 
 class Best(NamedTuple):
-    """A version, its score, and the characters of what was said that it shares."""
+    """A version and its score."""
 
     version: str | None
     score: int
-    said: int
 
 
 class Line:
@@ -132,10 +132,12 @@ class Line:
         """Its newest version."""
         return self._versions[-1].version if self._versions else None
 
-    @property
-    def newest(self) -> Fingerprint | None:
-        """The prompt of that, and the reply."""
-        return self._versions[-1].prompt if self._versions else None
+    def shares(self, prompt: Fingerprint) -> tuple[int, int]:
+        """Returns the characters that a prompt has of the newest version's messages, and of all that the shorter one says."""
+        newest = self._versions[-1].prompt if self._versions else None
+        if newest is None:
+            return 0, 0
+        return overlap(newest, prompt).said, min(newest.said, prompt.said)
 
     def best(self, prompt: Fingerprint, until: str | None = None) -> Best:
         """Returns the version that shares most with a prompt; of equals the shortest, of those the newest.
@@ -144,7 +146,7 @@ class Line:
             prompt: To be compared with the newest versions.
             until: A checkpoint: only versions of it and earlier ones; None: all.
         """
-        found, shortest = Best(None, -1, 0), 0
+        found, shortest = Best(None, -1), 0
         for version in list(self._versions)[: -_LOOKED_BACK - 1 : -1]:
             assert version.prompt is not None
             # Ids of checkpoints ascend with time.
@@ -153,7 +155,7 @@ class Line:
             shared = overlap(version.prompt, prompt)
             size = len(version.prompt.keys)
             if shared.score > found.score or (shared.score == found.score and size < shortest):
-                found, shortest = Best(version.version, shared.score, shared.said), size
+                found, shortest = Best(version.version, shared.score), size
             if shared.is_append and version.version == self.head:
                 break
         return found
@@ -294,7 +296,7 @@ class Lines:
         if not here:
             # The namespace is new: another turn of a subgraph, or another task of this one. The latter are never shared.
             elsewhere = [n for n in nodes.lines if not n.open and not (place.outer and place.outer == n.outer)]
-            free = [line for line in elsewhere if self._goes_on(line, messages, prompt)]
+            free = [line for line in _recent(elsewhere) if self._goes_on(line, messages, prompt)]
         if free:
             return max(free, key=lambda line: line.best(prompt).score)
         line = Line(_episode_id(place.thread, place.nodes, nodes.count))
@@ -310,9 +312,8 @@ class Lines:
     def _goes_on(self, line: Line, messages: Sequence[BaseMessage], prompt: Fingerprint) -> bool:
         if any(self._replies.get(key) is line for message in messages if (key := _reply_key(message)) is not None):
             return True
-        said = line.best(prompt).said
-        newest = line.newest
-        return newest is not None and said >= _SAME * min(prompt.said, newest.said) > 0
+        said, most = line.shares(prompt)
+        return said >= _SAME * most > 0
 
     def _nearest(self, line: Line, place: Place, prompt: Fingerprint) -> tuple[str | None, str]:
         """Returns the version that shares most with a prompt: of its line, else, for a new one, of its thread."""
@@ -320,12 +321,18 @@ class Lines:
         if version is not None or place.thread is None:
             return version, "it has more text in common than the head"
         others = [other for nodes in self._threads[place.thread].values() for other in nodes.lines if other is not line]
-        found = max((other.best(prompt) for other in others), key=lambda best: best.score, default=Best(None, 0, 0))
-        return (found.version, "it has text in common") if found.said >= _SAME * prompt.said > 0 else (None, "")
+        near = max(_recent(others), key=lambda other: other.shares(prompt)[0], default=None)
+        if near is None or not near.shares(prompt)[0] >= _SAME * prompt.said > 0:
+            return None, ""
+        return near.head, f"it has text in common with episode {near.episode!r}"
 
     def _line_of_reply(self, messages: Sequence[BaseMessage]) -> Line | None:
         keys = (_reply_key(message) for message in reversed(messages))
         return next((self._replies[key] for key in keys if key is not None and key in self._replies), None)
+
+
+def _recent(lines: Sequence[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: line.last)[-_LINES_LOOKED_AT:]
 
 
 def _reply_key(message: BaseMessage) -> str | None:

@@ -197,6 +197,21 @@ def test_tasks_that_were_sent_at_once_have_an_episode_each() -> None:
     assert len(first) == 3
 
 
+def test_a_sub_agent_that_is_handed_the_conversation_is_recovered_from_it() -> None:
+    router = Router()
+    main = model("a long answer about shelves", "ok", router=router)
+    helper = model("critique", router=router)
+    graph = StateGraph(MessagesState)
+    graph.add_node("main", create_agent(main, []))
+    graph.add_node("critic", create_agent(helper, []))
+    graph.add_edge(START, "main")
+    graph.add_edge("main", "critic")
+    ask(graph.compile(checkpointer=InMemorySaver()), "What is on the shelves, and since when?")
+    (route,) = helper.calls
+    assert route.episode == "t1/critic" and route.parent == main.calls[0].version
+    assert route.reason == "it has text in common with episode 't1/main'"
+
+
 # -- time travel -------------------------------------------------------------------------------------------------------
 
 
