@@ -77,15 +77,17 @@ def _changes(
 ) -> tuple[list[MessageSpan], list[MessageSpan], list[MessageSpan]]:
     """Returns the messages that went, those that came among the kept ones, and the new turn after them.
 
-    What stands in the place of a message that went is no new turn: it has its id, or its role at the end of the old
-    prompt.
+    What stands in the place of a message that went is no new turn: it is the first that has its id (models call tools by an id
+    that they have used before), or it has its role at the end of the old prompt.
     """
     old_kept, new_kept = _kept(old, new)
     removed = [span for span, stays in zip(old, old_kept, strict=True) if not stays]
     gone = _ids(removed)
-    turn = sum(
-        1 for _ in takewhile(lambda i: not (new_kept[i] or new[i].message_id in gone), reversed(range(len(new))))
-    )
+    places = {
+        span.message_id: i for i, span in reversed([*enumerate(new)]) if span.message_id in gone and not new_kept[i]
+    }
+    ends = {*places.values(), *(i for i, stays in enumerate(new_kept) if stays)}
+    turn = sum(1 for _ in takewhile(lambda i: i not in ends, reversed(range(len(new)))))
     tail = sum(1 for _ in takewhile(lambda stays: not stays, reversed(old_kept)))
     at = len(new) - turn
     pairs = zip(old[len(old) - tail :], new[at:], strict=False)

@@ -48,6 +48,7 @@ MEMORY = message("user", 22, tags=("memory",))
         ([S, U, A, T, B, W], [S, U, A, OTHER_T, B, W], "tool_result"),
         ([S, U, A, T, B, W], [S, U, A, OTHER_T, B, W, Y, X], "tool_result"),
         ([S, U, A, T], [S, U, A, OTHER_T, B, W], "tool_result"),
+        ([S, U, A, T, B, W], [S, U, A, OTHER_T, B, W, Y, message("tool", 27, message_id="call")], "tool_result"),
         ([S, U, A, OTHER_V], [S, U, A, message("tool", 23)], "tool_result"),
         ([S, U, A, T, A, V, W], [S, U, A, OTHER_T, A, message("tool", 24, message_id="call2"), W], "tool_result"),
         ([S, U, A, W, B, X], [S, SUMMARY, B, X], "summarisation"),
