@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,12 @@ def test_revisions_are_classified_as_a_person_does(
 def test_a_revision_has_a_name_of_its_own_just_when_a_middleware_acted(
     calls: dict[tuple[str, str], list[Call]],
 ) -> None:
-    for call in sum(calls.values(), []):
+    for call in chain.from_iterable(calls.values()):
         assert call.acted == (call.kind not in ("first", "append")), call
 
 
 def test_each_token_is_cached_reused_or_computed(calls: dict[tuple[str, str], list[Call]]) -> None:
-    for call in sum(calls.values(), []):
+    for call in chain.from_iterable(calls.values()):
         assert call.cached + call.reused + call.computed == call.tokens and call.computed >= 1, call
         assert bool(call.reused) == call.acted, call  # what follows a revision is reused, and only that
         assert not call.acted or call.cached >= 1300, call  # the system prompt stays what it was
