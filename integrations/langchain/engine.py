@@ -126,8 +126,12 @@ class EngineHandle:
         if self._is_home():
             return await coroutine
         future, cancel = self._start(coroutine)
+        ended = asyncio.Event()
+        wake = _caller_of(ended.set)
+        future.add_done_callback(lambda _: wake())
         try:
-            return await asyncio.wrap_future(future)
+            await ended.wait()
+            return future.result()
         finally:
             if not future.done():
                 cancel()
@@ -151,13 +155,8 @@ class EngineHandle:
                 async for chunk in chunks:
                     yield chunk
             return
-        here = asyncio.get_running_loop()
         items: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
-
-        def put(item: tuple[T] | None) -> None:
-            with contextlib.suppress(RuntimeError):  # this loop has ended, and nobody waits any more
-                here.call_soon_threadsafe(items.put_nowait, item)
-
+        put = _caller_of(items.put_nowait)
         future, cancel = self._start(_pump(chunks, lambda chunk: put((chunk,))))
         future.add_done_callback(lambda _: put(None))
         try:
@@ -214,6 +213,17 @@ async def _pump(chunks: AsyncGenerator[T, None], put: Callable[[T], object]) -> 
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
             put(chunk)
+
+
+def _caller_of(function: Callable[..., object]) -> Callable[..., None]:
+    """Returns what calls a function on this loop, from any thread."""
+    here = asyncio.get_running_loop()
+
+    def call(*arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # this loop has ended, and nobody waits any more
+            here.call_soon_threadsafe(function, *arguments)
+
+    return call
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -95,7 +96,9 @@ def test_the_exact_policys_reply_is_that_of_vllm_alone(cache: AgentCache, model:
     edited = conversation("49 grams by now")
     reply = exact.invoke(edited, thread("exact"))
     assert report(reply)["exact"] and report(reply)["reused_tokens"] == 0 and report(reply)["parent"]
-    assert reply.content == cache.generate(to_chat(edited), max_tokens=16).text
+    assert cache.flush() and cache.reset_prefix_cache()
+    plain = cache.generate(to_chat(edited), max_tokens=16)
+    assert plain.cached_tokens == 0 and reply.content == plain.text
 
 
 def test_what_a_call_says_comes_before_what_the_model_says(model: ChatAgentCache) -> None:
@@ -266,6 +269,27 @@ async def test_a_stream_that_is_given_up_is_aborted(cache: AgentCache, model: Ch
     while unfinished(cache):
         assert time.monotonic() < end, "a request went on"
         await asyncio.sleep(0.05)
+
+
+async def test_a_call_that_is_cancelled_cancels_its_request(
+    model: ChatAgentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def wait(self: EngineHandle, *arguments: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    monkeypatch.setattr(EngineHandle, "generate", wait)
+    call = asyncio.create_task(model.ainvoke("Hello"))
+    assert await asyncio.to_thread(begun.wait, 30)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await asyncio.to_thread(cancelled.wait, 30)
 
 
 def test_an_asynchronous_cache_is_reached_from_its_loop_and_from_others(cache: AgentCache) -> None:
