@@ -22,6 +22,7 @@ from agentcache.evaluation.provenance import DataUse, fingerprint, provenance
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.derived import ChatFrame, DerivedItem
 from agentcache.profiling.lookup import profile_for
+from agentcache.profiling.model import ModelFingerprint
 from agentcache.work_file import WorkFile
 
 __all__ = ["PairedRun", "run"]
@@ -142,7 +143,9 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
     encode, frame = _tokenizer(folder)
     with ExitStack() as stack:
         longest = max(cell.tokens for cell in cells) + _ROOM
-        bench = functools.cache(lambda: PairedBench(stack.enter_context(_engine(settings, str(folder), longest))))
+        bench = functools.cache(
+            lambda: PairedBench(stack.enter_context(_engine(settings, str(folder), model, longest)))
+        )
         for cell in cells:
             items = draw(cell, encode, documents, frame, count=settings.draws, seed=settings.seed, reply=settings.reply)
             _measure(cell, items, arms, measured, bench, settings.items, console)
@@ -225,6 +228,16 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], Sequence[int]], ChatFrame]
     return encode, ChatFrame.of(render)
 
 
-def _engine(settings: PairedRun, folder: str, longest: int) -> AbstractContextManager[AgentCache]:
-    connector = {"attention": True, "policy_modules": [_TRANSPLANT]}
-    return AgentCache(folder, dtype=DTYPE, max_model_len=longest, profile=settings.profile, connector=connector)
+def _engine(
+    settings: PairedRun, folder: str, model: ModelFingerprint, longest: int
+) -> AbstractContextManager[AgentCache]:
+    """Returns an engine whose KV cache holds both prompts of an item."""
+    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * 2
+    return AgentCache(
+        folder,
+        dtype=DTYPE,
+        max_model_len=longest,
+        kv_bytes=4 * longest * row_bytes,
+        profile=settings.profile,
+        connector={"attention": True, "policy_modules": [_TRANSPLANT]},
+    )
