@@ -52,7 +52,11 @@ class Conformance(ChatModelIntegrationTests):
     def model(self, request: Any) -> BaseChatModel:
         """The model of one test: few tokens where only text is wanted."""
         forms = any(part in request.node.name for part in ("tool", "structured", "json", "agent"))
-        params = {**self.standard_chat_model_params, **self.chat_model_params}
+        params = {
+            **self.standard_chat_model_params,
+            **self.chat_model_params,
+            **(getattr(request, "param", None) or {}),
+        }
         return ChatAgentCache(**{**params, "max_tokens": _FORM_TOKENS if forms else _TEXT_TOKENS})
 
     @property
