@@ -120,7 +120,7 @@ class PairedBench:
         )
         report = reply.recovery
         assert report is not None
-        if report.reason is not None and policy != "auto":
+        if report.reason is not None and policy not in ("auto", BASELINE):  # those may choose to recover nothing
             raise AgentCacheError(f"{arm.label} on item {item.draw} of {item.form}: {report.reason}")
         return self._seen(reply) | {
             "used": report.policy,

@@ -23,7 +23,7 @@ from agentcache.evaluation.paired_items import HARD, Cell, background, cells_of,
 from agentcache.evaluation.paired_transplant import Transplanted
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.derived import ChatFrame, DerivedItem
-from agentcache.recovery import Bounded, OnlinePolicy, PolicyContext, Signal, get_policy
+from agentcache.recovery import Bounded, OnlinePolicy, PolicyContext, Signal, check_policy, get_policy
 from agentcache.recovery.base import Signals
 from agentcache.recovery.rows import QUERY_ROWS
 from agentcache.types import AlignedRun, PromptDiff, run_tokens
@@ -204,3 +204,10 @@ def test_a_transplant_takes_the_rows_of_the_other_policy() -> None:
 def test_what_is_not_chosen_once_cannot_be_transplanted(of: str) -> None:
     with pytest.raises(ConfigError, match="does not choose rows once"):
         Transplanted(of=of)
+
+
+@pytest.mark.parametrize(
+    "of", ["edit_local:k=16", "random:k=16", "attended:k=16:window=0", "cacheblend", "causal_oracle"]
+)
+def test_the_transplant_keeps_the_contract_of_policies(of: str) -> None:
+    check_policy(Transplanted(of=of))
