@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentcache.errors import ConfigError
+from agentcache.evaluation.paired_transplant import Transplanted
 from agentcache.profiling.derived import DerivedItem
 from agentcache.recovery import get_policy
 from agentcache.recovery.spec import format_policy, parse_policy
@@ -183,10 +184,10 @@ def arms_of(policies: Sequence[str], budgets: Sequence[int], transplants: Sequen
 def _checked(arm: Arm) -> None:
     """Raises ConfigError before anything is measured when an arm cannot run."""
     name, options = parse_policy(arm.policy)
-    if arm.transplant and name == BASELINE:
-        raise ConfigError("prefix_cache leaves nothing stale that could be transplanted")
     needed = {"window": 0} if name == "patchkv" else {}
     get_policy(name, needed | options)
+    if arm.transplant:
+        Transplanted(of=format_policy(name, needed | options))
 
 
 def options_of(arm: Arm, at: Situation) -> tuple[str, Options]:
@@ -202,7 +203,7 @@ def options_of(arm: Arm, at: Situation) -> tuple[str, Options]:
         options = BUDGETS[name](arm.k, at) | options
     if not arm.transplant:
         return name, options
-    return "transplanted", {"of": format_policy(name, options)}
+    return Transplanted.name, {"of": format_policy(name, options)}
 
 
 def delimiters(decode: Callable[[list[int]], str], ids: Sequence[int]) -> Iterator[int]:

@@ -18,6 +18,7 @@ from agentcache.evaluation.paired_arms import NOTES, Arm, arms_of
 from agentcache.evaluation.paired_bench import PairedBench
 from agentcache.evaluation.paired_items import Cell, background, cells_of, draw
 from agentcache.evaluation.paired_report import cells_from, report
+from agentcache.evaluation.paired_transplant import Transplanted
 from agentcache.evaluation.provenance import DataUse, fingerprint, provenance
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.derived import ChatFrame, DerivedItem
@@ -32,7 +33,7 @@ SCHEMA: Final = 1
 
 DTYPE: Final = "bfloat16"
 _ROOM: Final = 800  # tokens beside the background: the last document, the item's texts, the question, the chat template
-_TRANSPLANT: Final = "agentcache.evaluation.paired_transplant"
+_TRANSPLANT: Final = Transplanted.__module__
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,11 @@ def test_a_transplant_takes_the_rows_of_the_other_policy() -> None:
         assert transplanted.most(seen) <= 32
 
 
+def test_a_transplant_that_cannot_run_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match="does not choose rows once"):
+        arms_of(["edit_local"], [32], ["frontier"])
+
+
 @pytest.mark.parametrize("of", ["prefix_cache", "frontier", "mean_shift", "transplanted"])
 def test_what_is_not_chosen_once_cannot_be_transplanted(of: str) -> None:
     with pytest.raises(ConfigError, match="does not choose rows once"):
