@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from agentcache.evaluation.qa_data import QuestionSet, load_questions, without_c
 from agentcache.evaluation.qa_edits import QA_EDITS, QAEdit, QAItem, make_items
 from agentcache.evaluation.report import write_report
 from agentcache.evaluation.scores import score_reply
+from agentcache.labels import NOTHING, count_labels
 from agentcache.profiling.datasets import SAMPLE
 from agentcache.profiling.model import ModelFingerprint
 from agentcache.profiling.profile import Profile
@@ -214,10 +216,11 @@ class _Measurement:
 
     def __call__(self, item: QAItem, number: int) -> Row:
         """Returns what the arms answered to one item, and how long each took."""
-        saved = dict[str, _Saved]()
+        saved, started = dict[str, _Saved](), time.monotonic()
         try:
             ids = self._ids(item)
             saved |= self._save(item, number)
+            saved_s = time.monotonic() - started
             prefix = _common(self._cache.render(list(item.old)).token_ids.tolist(), ids)
             arms = dict[str, Any]()
             for arm in rotated(self._arms, number):
@@ -249,6 +252,8 @@ class _Measurement:
             "tokens": len(ids),
             "prefix_tokens": prefix,
             "dtype": self._dtype,
+            "save_s": round(saved_s, 2),
+            "took_s": round(time.monotonic() - started, 2),
             "arms": arms,
         }
 
@@ -293,7 +298,7 @@ def _found(reply: Reply, item: QAItem) -> dict[str, Any]:
             "planned_ratio": recovery.planned_ratio,
             "suffix_tokens": recovery.suffix_tokens,
             "reused_tokens": recovery.reused_tokens,
-            "restored_bytes": recovery.restored_bytes,
+            "stored": {tag: rows for tag, rows in count_labels(recovery.precisions).items() if tag != NOTHING},
             "used": recovery.policy,
         }
         if recovery.reason is not None:
@@ -337,6 +342,7 @@ def _report(
             "edits": [*settings.kinds],
             "tokens": _spread([row["tokens"] for row in rows]),
             "suffix_tokens": _spread([row["arms"][BASE]["suffix_tokens"] for row in rows]),
+            "seconds": _spread([row["took_s"] for row in rows]),
         },
         "tasks_left_out_for_calibration": left_out,
         "provenance": provenance(
@@ -356,7 +362,7 @@ def _report(
     return result
 
 
-def _spread(values: Sequence[int]) -> dict[str, float]:
+def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"least": min(values), "mean": round(sum(values) / len(values), 1), "most": max(values)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +25,7 @@ AGAIN: Final = "exact_again"
 ALL: Final = "all"
 """Of a cell that pools data sets or edits."""
 
-_MEASURED: Final = ("recompute_ratio", "planned_ratio", "restored_bytes")
+_MEASURED: Final = ("recompute_ratio", "planned_ratio")
 
 Cell = dict[str, Any]
 
@@ -86,6 +87,10 @@ def _cell(rows: Sequence[Row], arm: str, seed: int) -> Cell:
     for name in _MEASURED:
         values = [each[name] for each in own if name in each]
         cell[name] = round(float(np.mean(values)), 6) if values else None
+    stored: Counter[str] = Counter()
+    for each in own:
+        stored.update(each.get("stored", {}))
+    cell["stored"] = {tag: round(count / stored.total(), 6) for tag, count in sorted(stored.items())}
     used = [each["used"] for each in own if "used" in each]
     cell["ran_exact"] = round(sum(name == BASE for name in used) / len(used), 6) if used else None
     return cell
@@ -120,7 +125,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
                 Column("TTFT, ms", number("ttft_ms", 0)),
                 Column("speedup", number("speedup")),
                 Column("recomputed of S", number("recompute_ratio", 1, percent=True)),
-                Column("restored, MB", lambda cell: number("mb", 1)({"mb": _megabytes(cell["restored_bytes"])})),
+                Column("restored from", lambda cell: _stored(cell["stored"])),
                 Column("ran exactly", number("ran_exact", 0, percent=True)),
             ],
             "Scores and differences in points, with 95 % bootstrap intervals over questions; the difference is the paired one to "
@@ -157,8 +162,10 @@ def _points(key: str, of: str = "") -> Any:
     return text
 
 
-def _megabytes(value: float | None) -> float | None:
-    return None if value is None else value / 1e6
+def _stored(shares: Mapping[str, float]) -> str:
+    """Returns how the rows that were restored had been stored, the most frequent way first."""
+    ways = sorted(shares.items(), key=lambda way: -way[1])
+    return ", ".join(tag if share == 1 else f"{tag} {share:.0%}" for tag, share in ways) or "–"
 
 
 def _crossed(title: str, some: Sequence[Cell], key: str, values: Sequence[str], text: str = "") -> Section:

@@ -10,7 +10,7 @@ from agentcache.evaluation.qa_cells import AGAIN, ALL, BASE, cells, pareto_plot,
 def arm(f1: float, ttft: float, *, used: str | None = BASE, ratio: float = 1.0, answer: str = "x"):
     found = {"answer": answer, "f1": f1, "em": float(f1 == 1), "rouge1": f1, "bleu1": f1, "ttft_ms": ttft}
     if used is not None:
-        found |= {"recompute_ratio": ratio, "planned_ratio": ratio, "restored_bytes": 2_000_000, "used": used}
+        found |= {"recompute_ratio": ratio, "planned_ratio": ratio, "stored": {"exact": 30, "k8v4": 10}, "used": used}
     return found
 
 
@@ -69,6 +69,7 @@ def test_the_figures_of_a_cell(result):
     assert pooled["speedup"] == pytest.approx(4.0)
     assert pooled["recompute_ratio"] == 0.5
     assert pooled["ran_exact"] == 0.25
+    assert pooled["stored"] == {"exact": 0.75, "k8v4": 0.25}
     assert pooled["same_answer"] == 0
     assert cell(result, "auto", "hotpotqa")["f1_diff"] == pytest.approx(-0.25)
     assert cell(result, "auto", "2wiki", "replace")["f1_diff_ci"] == [0.5, 0.5]
@@ -81,7 +82,7 @@ def test_the_exact_arm_does_not_differ_from_itself(result):
 
 def test_an_arm_without_a_report_has_no_ratio(result):
     again = cell(result, AGAIN)
-    assert (again["recompute_ratio"], again["restored_bytes"], again["ran_exact"]) == (None, None, None)
+    assert (again["recompute_ratio"], again["stored"], again["ran_exact"]) == (None, {}, None)
 
 
 def test_what_intervals_are_made_of_is_told():
@@ -97,6 +98,9 @@ def test_tables(result):
     [auto] = [r for r in dataset.rows if r["policy"] == "auto"]
     assert dataset.columns[2].text(auto).startswith("-25.0 [-50.0, 0.0")
     assert pooled.columns[1].text(cell(result, "auto")).startswith("50.0 [")
+    ways = [column.text for column in pooled.columns if column.title == "restored from"]
+    assert ways[0](cell(result, "auto")) == "exact 75%, k8v4 25%"
+    assert ways[0](cell(result, AGAIN)) == "–"
     assert [row["policy"] for row in edit.rows] == [BASE, "auto", AGAIN]
 
 
