@@ -91,7 +91,9 @@ class Caller:
         self.model = engine.cache.config.model
         self.router = Router.of(engine.cache)
         tokenizer, model_type = engine.tokenizer, str(engine.model_config.hf_config.model_type)
-        known = choose_parsers(template_of(tokenizer), model_type, self.model.rpartition("/")[2])
+        template = template_of(tokenizer)
+        known = choose_parsers(template, model_type, self.model.rpartition("/")[2])
+        self._tools_are_shown = "tools" in template
         self.parsers = OutputParsers(
             ParserNames(names.tool or known.tool, names.reasoning or known.reasoning),
             tokenizer=tokenizer,
@@ -143,6 +145,12 @@ class Caller:
         said = dict(said)
         episode, parent = said.pop("episode", None), said.pop("parent", None)
         wanted = take_wanted(said, parallel=parallel)
+        if wanted.tools and not self._tools_are_shown:
+            self._tools_are_shown = True  # said once
+            logger.warning(
+                "the chat template of %r shows no tools: the model does not know of them, and calls one only when it must",
+                self.model,
+            )
         chat = to_chat(messages)
         parser = self.parsers.of(wanted, chat)
         sampling = parser.sampling if parser is not None else {}

@@ -62,6 +62,7 @@ class OutputParsers:
         self._grammar_waits = grammar_waits
         self._bounds = grammar_backend in BACKENDS
         self._model = model
+        self._closed: bool | None = None
         self._classes: dict[tuple[bool, str], type[Parser]] = {}
         _check("tool_parser", self.names.tool, ToolParserManager.list_registered())
         _check("reasoning_parser", self.names.reasoning, ReasoningParserManager.list_registered())
@@ -101,8 +102,7 @@ class OutputParsers:
         both = wanted.response_format is not None and bool(wanted.tools) and wanted.choice == "auto"
         level = "function" if both else "auto"
         prompt_end = self._prompt_end() if reasons else []
-        if reasons and self._make(reasons, wanted, None, level).is_reasoning_end(prompt_end):
-            reasons = False  # the template has closed it, so that the reply is all content
+        reasons = reasons and not self._is_closed(prompt_end)
         request = self._request(wanted, chat)
         parser: Parser | None = None
         if wanted.tools or reasons:
@@ -130,6 +130,12 @@ class OutputParsers:
             structured,
             forced=wanted.forced,
         )
+
+    def _is_closed(self, prompt_end: list[int]) -> bool:
+        """Whether the template ends the reasoning before the reply begins, which then is all content."""
+        if self._closed is None:
+            self._closed = bool(self._make(True, Wanted(), None, "auto").is_reasoning_end(prompt_end))
+        return self._closed
 
     def _make(self, reasons: bool, wanted: Wanted, tools: list[Any] | None, level: str) -> Parser:
         made = self._class(reasons, bool(wanted.tools), level)

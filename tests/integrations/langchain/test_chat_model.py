@@ -369,6 +369,18 @@ def test_tools_without_a_parser_are_refused_when_they_are_bound(cache: AgentCach
     assert model.bind_tools([]).invoke("Hello", max_tokens=1).content is not None
 
 
+def test_a_template_without_tools_is_said_once(cache: AgentCache, caplog: pytest.LogCaptureFixture) -> None:
+    model = ChatAgentCache(cache=cache, max_tokens=1).bind_tools(
+        [{"name": "x", "description": "", "parameters": {"type": "object", "properties": {}}}]
+    )
+    for _ in range(2):
+        model.invoke("Hello")
+    assert [record.message for record in caplog.records if "shows no tools" in record.message] == [
+        f"the chat template of {cache.config.model!r} shows no tools: the model does not know of them, and calls one only when "
+        "it must"
+    ]
+
+
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
