@@ -14,7 +14,7 @@ from agentcache.integrations.amem import AMemMemory, note_units
 from agentcache.integrations.memory_units import UnitChunks
 from agentcache.labels import count_labels
 from agentcache.report import build_report, read_log
-from tests.integrations.dialogue import TURNS, Writer, note
+from tests.integrations.memory.dialogue import TURNS, Writer, note
 
 RAW = (
     "talk start time:9 March\tmemory content: Ann has a cat.\nIt is grey.\tmemory context: pets\tmemory keywords: ['cat']\tmemory tags: []\n"
@@ -60,18 +60,6 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         system.add_note(note(speaker, text), time=time)
     yield system
     patch.undo()
-
-
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("events") / "run.jsonl"
-
-
-@pytest.fixture(scope="module")
-def cache(smollm2_path: Path, log: Path) -> Iterator[AgentCache]:
-    settings: dict[str, Any] = {"dtype": "float32", "kv_bytes": 256 << 20, "max_model_len": 2048}
-    with AgentCache(smollm2_path, events=log, events_text=True, **settings) as cache:
-        yield cache
 
 
 REPLY: dict[str, Any] = {"max_tokens": 8, "extra": {"ignore_eos": True}}

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from agentcache.config import CacheConfig
 from agentcache.engine.wire import MOST_SOURCES
 from agentcache.errors import ConfigError
+from agentcache.integrations.amem import AMemMemory
+from agentcache.integrations.licomemory import LiCoMemory
 from agentcache.integrations.memory_units import MemoryPrompt, MemoryUnit, UnitChunks, UnitMemory, UnitOrder
 
 
@@ -51,6 +53,12 @@ class AsyncFakeCache(FakeCache):
 
     async def drop_chunk(self, chunk: str) -> None:  # type: ignore[override]
         FakeCache.drop_chunk(self, chunk)
+
+    def episode(self, name: str) -> Any:
+        async def generate(messages: Any, **options: Any) -> None:
+            self.sent.append({"episode": name, "messages": messages, **options})
+
+        return SimpleNamespace(generate=generate)
 
 
 def units(*texts: str) -> list[MemoryUnit]:
@@ -222,3 +230,28 @@ async def test_the_wrong_kind_of_call_is_refused() -> None:
         UnitMemory(AsyncFakeCache()).send(request, "chat")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="use send"):
         await UnitMemory(FakeCache()).asend(request, "chat")  # type: ignore[arg-type]
+
+
+# -- adapters on an asynchronous cache ---------------------------------------------------------------------------------
+
+
+async def test_amem_answers_on_an_asynchronous_cache() -> None:
+    raw = "".join(f"talk start time:{at}\tmemory content: {long('Ann')}\tmemory context: c\n" for at in range(3))
+    system = SimpleNamespace(find_related_memories_raw=lambda query, k: raw if (query, k) == ("Who?", 10) else "")
+    cache = AsyncFakeCache(policy="direct_reuse")
+    await AMemMemory(cache=cache, system=system).aask("Who?", episode="chat", max_tokens=3)  # type: ignore[arg-type]
+    (sent,) = cache.sent
+    assert sent["sources"] == ["chunk-1", "chunk-2", "chunk-3"] and sent["max_tokens"] == 3
+    assert sent["messages"][-1]["content"].endswith("\n\nWho?")
+
+
+async def test_licomemory_answers_on_an_asynchronous_cache() -> None:
+    async def process_query(question: str, time: str) -> dict[str, Any]:
+        return {"chunks": [f"Chunk 1: {time} {long(question)}"], "triples": [("a", "b", "c")]}
+
+    cache = AsyncFakeCache(policy="direct_reuse")
+    memory = LiCoMemory(cache=cache, processor=SimpleNamespace(process_query=process_query))  # type: ignore[arg-type]
+    await memory.aask("Who?", time="May", episode="chat")
+    (sent,) = cache.sent
+    assert cache.encodings == [f"May {long('Who?')}".strip()] and sent["sources"] == ["chunk-1"]
+    assert "(a, b, c)\n\nWho?" in sent["messages"][-1]["content"]

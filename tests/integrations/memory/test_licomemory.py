@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from agentcache import AsyncAgentCache, ConfigError
+from agentcache import AgentCache, ConfigError
 from agentcache.integrations.licomemory import LiCoMemory, result_units
 from agentcache.integrations.memory_units import MemoryPrompt, MemoryUnit
-from tests.integrations.dialogue import TURNS
-from tests.models import make_tiny
+from tests.integrations.memory.dialogue import TURNS
 
 RESULT: dict[str, Any] = {
     "triples": [("Ann", "adopted", "Miso"), {"subject": "Miso", "relation": "is a", "object": "cat"}, "(Bob, rides, bike)"],
@@ -98,33 +97,27 @@ class Processor:
         }
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cache(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncAgentCache]:
-    model = make_tiny("llama", tmp_path_factory.mktemp("llama"))
-    settings: dict[str, Any] = {"dtype": "float32", "kv_bytes": 64 << 20, "max_model_len": 2048}
-    async with AsyncAgentCache(model, **settings) as cache:
-        yield cache
-
-
 REPLY: dict[str, Any] = {"max_tokens": 4, "extra": {"ignore_eos": True}}
 CAT, BIKE, BOTH = "What about Miso and plants?", "Was the bike bent or welded?", "Did Miso see the welded bike?"
 
 
 @pytest.mark.engine
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("prompt", [MemoryPrompt(), MemoryPrompt(question_first=True)], ids=["late", "question first"])
-@pytest.mark.parametrize("ranks", [False, True])
-async def test_chunks_of_two_questions_serve_a_third(cache: AsyncAgentCache, prompt: MemoryPrompt, ranks: bool) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "ranks"),
+    [(MemoryPrompt(), False), (MemoryPrompt(question_first=True), True)],
+    ids=["late", "question first, with ranks"],
+)
+def test_chunks_of_two_questions_serve_a_third(cache: AgentCache, prompt: MemoryPrompt, ranks: bool) -> None:
     memory = LiCoMemory(cache=cache, processor=Processor(), policy="direct_reuse", prompt=prompt, ranks=ranks)
     name = f"{prompt.question_first}-{ranks}"
     for question in (CAT, BIKE):
-        await memory.aask(question, episode=f"{name}-{question}", **REPLY)
+        memory.ask(question, episode=f"{name}-{question}", **REPLY)
     assert memory.chunks is not None
     encoded = memory.chunks.encoded
-    units = await memory.retrieve(BOTH)
-    request = await memory.arequest(units, BOTH)
+    units = asyncio.run(memory.retrieve(BOTH))
+    request = memory.request(units, BOTH)
     assert memory.chunks.encoded == encoded and len(request.sources) == len(units) - 1 >= 3
-    reply = await memory.asend(request, f"{name}-both", **REPLY)
+    reply = memory.send(request, f"{name}-both", **REPLY)
     lengths = [len(cache.tokenizer.encode(u.text, add_special_tokens=False)) for u in request.units if u.encoded]
     assert reply.recovery is not None and reply.recovery.reason is None
     assert {*reply.recovery.sources} == {*request.sources}
@@ -133,11 +126,10 @@ async def test_chunks_of_two_questions_serve_a_third(cache: AsyncAgentCache, pro
 
 
 @pytest.mark.engine
-@pytest.mark.asyncio(loop_scope="module")
-async def test_the_exact_policy_answers_as_vllm_alone(cache: AsyncAgentCache) -> None:
+def test_the_exact_policy_answers_as_vllm_alone(cache: AgentCache) -> None:
     memory = LiCoMemory(cache=cache, processor=Processor())
-    request = await memory.arequest(await memory.retrieve(CAT), CAT)
-    reply = await memory.asend(request, "exact", **REPLY)
-    plain = await cache.generate(request.messages, **REPLY)
+    request = memory.request(asyncio.run(memory.retrieve(CAT)), CAT)
+    reply = memory.send(request, "lico exact", **REPLY)
+    plain = cache.generate(request.messages, salt="lico", **REPLY)
     assert reply.token_ids == plain.token_ids
     assert request.sources == [] and reply.recovery is not None and reply.recovery.exact
