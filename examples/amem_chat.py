@@ -107,4 +107,6 @@ with (
     resumes.show()
     if memory.chunks is not None:
         made, reused, gone = memory.chunks.encoded, memory.chunks.reused, memory.chunks.dropped
-        print(f"notes: {made} encoded, {reused} times found encoded, {gone} dropped because they evolved")
+        print(
+            f"notes: {made} encoded, {reused} times found encoded, {gone} dropped because they evolved; encoding is not in the table"
+        )

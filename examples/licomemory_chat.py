@@ -116,4 +116,6 @@ with (
         history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply.text}]
     resumes.show()
     if memory.chunks is not None:
-        print(f"chunks: {memory.chunks.encoded} encoded, {memory.chunks.reused} times found encoded")
+        print(
+            f"chunks: {memory.chunks.encoded} encoded, {memory.chunks.reused} times found encoded; encoding is not in the table"
+        )
