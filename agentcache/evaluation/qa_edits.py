@@ -55,6 +55,7 @@ _CHARACTERS_A_TOKEN: Final = 4
 _GOLD_SHARE: Final = 0.75  # of the length, at most: the rest is for what does not help
 _LEAST_OTHERS: Final = 3
 _SHORTEST_OTHER: Final = 240  # characters that a document which does not help may have in any case
+_SPARE: Final = 2  # documents of other tasks that an edit may take
 _NEAR: Final = 12  # other questions whose documents and answers may come in
 _SYSTEM: Final = "You answer questions from documents. Give only the answer, in a few words, and nothing else."
 _TASK: Final = "Read these documents. I will ask you about them."
@@ -181,11 +182,11 @@ def _item(
 
 
 def _foreign(question: Question, others: Sequence[Question], rng: random.Random) -> list[Passage]:
-    """Returns the documents of other tasks that hold no accepted answer and no title of this one's, in a random order."""
-    titles = {p.title for p in question.passages}
+    """Returns the documents of other tasks that hold no accepted answer and are none of this one's, in a random order."""
+    own = {p.text for p in question.passages}
     found = [p for q in others for p in q.passages]
     rng.shuffle(found)
-    return [p for p in found if p.title not in titles and not holds_answer(p.text, question.answers)]
+    return [p for p in found if p.text not in own and not holds_answer(p.text, question.answers)]
 
 
 def _ordered(
@@ -202,7 +203,7 @@ def _ordered(
     room = characters - sum(len(p.text) for p in gold)
     longest = max(room // _LEAST_OTHERS, _SHORTEST_OTHER)
     others: list[Passage] = []
-    while len(others) < _LEAST_OTHERS or room > 0:
+    while len(others) < _LEAST_OTHERS or (room > 0 and (own or len(foreign) > _SPARE)):
         source = own or foreign
         if not source:
             raise ConfigError(

@@ -28,21 +28,51 @@ def call(*words: str):
     return CliRunner().invoke(app, ["eval", "qa", *words])
 
 
+SHORT = [
+    (
+        "Who keeps the key?",
+        "Ada Berg",
+        ["The key of the mill is kept by the baker.", "The baker of the mill is Ada Berg, born in Lund."],
+    ),
+    (
+        "Where does the ferry land?",
+        "Vik",
+        ["The ferry leaves from the old pier at noon.", "From the old pier all boats go to Vik."],
+    ),
+    (
+        "What is the price?",
+        "12 crowns",
+        ["The ticket is of the second class on Sundays.", "Tickets of the second class cost 12 crowns."],
+    ),
+]
+"""Questions so short that a slow machine measures them in seconds."""
+
+OTHERS = [
+    "The garden behind the church has apple trees, and nobody has counted them since the war.",
+    "In the harbour there are nine boats, three of which are painted green every spring.",
+    "The school opens at eight, except on days when the river is over the road.",
+]
+
+ARMS = "prefix_cache,edit_local:k=8,edit_local:k=8@k8v4"
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory, smollm2_path):
     """A quick run's folder."""
     folder = tmp_path_factory.mktemp("qa")
-    result = call(
-        "--quick",
-        "--items",
-        "3",
-        "--policies",
-        "prefix_cache,edit_local,edit_local@k8v4",
-        "--out",
-        str(folder / "qa.json"),
-    )
+    rows = [
+        {"task": at, "question": question, "answers": [answer], "documents": [*gold, OTHERS[at]], "gold": [1, 2]}
+        for at, (question, answer, gold) in enumerate(SHORT)
+    ]
+    (folder / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = measure(folder)
     assert result.exit_code == 0, result.output
     return folder
+
+
+def measure(folder, policies=ARMS):
+    data, out = str(folder / "short.jsonl"), str(folder / "qa.json")
+    return call("--quick", "--items", "2", "--context", "96", "--policies", policies, "--data", data, "--out", out)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +87,7 @@ def pooled(found):
 @pytest.mark.engine
 def test_the_cells_have_what_a_table_needs(found):
     assert all(set(cell) >= CELL for cell in found["cells"])
-    assert {*pooled(found)} == {BASE, "edit_local", "edit_local@k8v4", AGAIN}
+    assert {*pooled(found)} == {*ARMS.split(","), AGAIN}
     assert {cell["n"] for cell in pooled(found).values()} == {2}
     assert {cell["edit"] for cell in found["cells"]} == {ALL, "replace", "update"}
 
@@ -66,22 +96,23 @@ def test_the_cells_have_what_a_table_needs(found):
 def test_the_exact_arm_recomputes_all_and_the_others_less(found):
     cells = pooled(found)
     assert (cells[BASE]["recompute_ratio"], cells[BASE]["f1_diff"], cells[BASE]["speedup"]) == (1, 0, 1)
-    assert 0 < cells["edit_local"]["recompute_ratio"] < 1
-    assert cells["edit_local"]["ran_exact"] == 0
+    _, exact, coarse = ARMS.split(",")
+    assert 0 < cells[exact]["recompute_ratio"] < 1
+    assert cells[exact]["ran_exact"] == 0
     # The old chat was stored twice, in each of both ways.
-    assert [cells[name]["stored"] for name in ("edit_local", "edit_local@k8v4")] == [{"exact": 1}, {"k8v4": 1}]
+    assert [cells[name]["stored"] for name in (exact, coarse)] == [{"exact": 1}, {"k8v4": 1}]
 
 
 @pytest.mark.engine
 def test_the_result_says_how_it_was_made(found):
     origin = found["provenance"]
     [data] = origin["data"]
-    assert (data["name"], data["count"], len(data["hash"])) == ("hotpotqa", 2, 32)
+    assert (data["name"], data["count"], len(data["hash"])) == ("short", 2, 32)
     assert origin["model"]["dtype"] in ("bfloat16", "float32")
     assert origin["model"]["name"] and origin["model"]["hash"] and origin["versions"] and origin["hardware"]
-    # The shipped profile was made of the sample too: that shows that it works, and is no result.
+    # A quick run may measure tasks of the calibration: it shows that it works, and is no result.
     assert found["is_result"] is False
-    assert found["policies"]["edit_local@k8v4"]["precision"] == "k8v4"
+    assert found["policies"][ARMS.split(",")[2]]["precision"] == "k8v4"
     assert len(found["per_item"]["f1"][AGAIN]) == 2
 
 
@@ -92,20 +123,12 @@ def test_a_second_run_measures_nothing_and_finds_the_same(quick, found, monkeypa
 
     monkeypatch.setattr(measured, "AgentCache", no_engine)
     lines = (quick / "qa.json.work.jsonl").read_text()
-    result = call(
-        "--quick",
-        "--items",
-        "3",
-        "--policies",
-        "prefix_cache,edit_local,edit_local@k8v4",
-        "--out",
-        str(quick / "qa.json"),
-    )
+    result = measure(quick)
     assert result.exit_code == 0, result.output
     assert (quick / "qa.json.work.jsonl").read_text() == lines
     again = json.loads((quick / "qa.json").read_text())
     assert again["cells"] == found["cells"]
-    assert "| edit_local@k8v4 |" in (quick / "qa.md").read_text()
+    assert "| edit_local:k=8@k8v4 |" in (quick / "qa.md").read_text()
 
 
 @pytest.mark.engine
@@ -114,7 +137,7 @@ def test_other_arms_are_measured_again(quick, monkeypatch):
         raise ConfigError("an engine is wanted")
 
     monkeypatch.setattr(measured, "AgentCache", engine)
-    result = call("--quick", "--items", "2", "--policies", "edit_local:k=8", "--out", str(quick / "qa.json"))
+    result = measure(quick, "edit_local:k=9")
     assert "an engine is wanted" in str(result.exception)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -154,3 +155,21 @@ def test_too_few_questions_and_unknown_kinds_are_refused():
         make_items(QUESTIONS, 1, seed=0, context=900, kinds=("paint",))
     with pytest.raises(ConfigError, match="data are too few"):
         make_items(QUESTIONS[:1], 1, seed=0, context=9000)
+
+
+def test_documents_of_ones_own_have_no_titles_to_tell_them_by(tmp_path):
+    rows = [
+        {
+            "task": n,
+            "question": f"Who is {n}?",
+            "answers": [f"Name{n}"],
+            "documents": [f"It is Name{n}.", f"Of {n} more."],
+            "gold": [1],
+        }
+        for n in range(6)
+    ]
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for item in make_items(load_questions(path).questions, 6, seed=0, context=64):
+        told = [text.partition("\n")[2] for text in texts(item.new)]
+        assert len(told) == len(set(told)) >= 3
