@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["drift", "run_drift"]
 
 _ROOM = 64  # tokens beside the longest prompt
-_QUICK_PAIRS, _QUICK_TOKENS = 4, 1024
+_QUICK_PAIRS, _QUICK_TOKENS, _QUICK_SUFFIX = 2, 512, 64
 
 
 @eval_app.command("drift")
@@ -49,6 +49,7 @@ def drift(
     again, so that one file and one plot can show several.
     """
     from agentcache.evaluation.drift import DriftRun
+    from agentcache.profiling.measure import LEAST_SUFFIX
 
     settings = DriftRun(
         models=tuple(dict.fromkeys(model or ["smollm2"])),
@@ -57,6 +58,7 @@ def drift(
         pairs=_QUICK_PAIRS if quick else items,
         seed=seed,
         max_tokens=_QUICK_TOKENS if quick else max_tokens,
+        least_suffix=_QUICK_SUFFIX if quick else LEAST_SUFFIX,
     )
     run_drift(settings, Console(), plots=plots)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["memory", "run_memory"]
 
-_QUICK_POLICIES: Final = "cacheblend,mean_shift,direct_reuse"
+_QUICK_POLICIES: Final = "mean_shift,direct_reuse"
 
 
 @eval_app.command("memory")
@@ -86,9 +86,9 @@ def memory(
         out=out,
         arms=tuple(arms_of(asked, chosen, stored)),
         data=tuple(data or ["sample"]),
-        items=min(items, 3) if quick else items,
+        items=min(items, 2) if quick else items,
         seed=seed,
-        units=min(units, 4) if quick else units,
+        units=min(units, 2) if quick else units,
         characters=characters,
         retrieval=retrieval,
         max_tokens=8 if quick and max_tokens is None else max_tokens,
@@ -96,6 +96,7 @@ def memory(
         shift_items=min(shift_items, 1) if quick else shift_items,
         shift_shares=tuple(share for share in chosen if share in (0.1, 0.3)) or tuple(chosen[:1]),
         host_bytes=int(host_gib * (1 << 30)),
+        warm=not quick,
     )
     run_memory(settings, Console(), plots=plots)
 

@@ -68,6 +68,7 @@ class MemoryRun:
         shift_items: Questions of each data set whose mean shift is looked into, layer by layer.
         shift_shares: Shares r that it is looked into at.
         host_bytes: Memory for chunks.
+        warm: Whether an engine runs every arm of its first question once before it measures any.
     """
 
     model: str
@@ -84,6 +85,7 @@ class MemoryRun:
     shift_items: int = 12
     shift_shares: tuple[float, ...] = (0.1, 0.3)
     host_bytes: int = 6 << 30
+    warm: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class _Bench:
         self._data = data
         self._settings = settings
         self._dtype: str = cache.stats()["engine"]["dtype"]
-        self._warm = False
+        self._warm = not settings.warm
         self._memory: str | None = None
         self._chunks: dict[tuple[str, str], str] = {}  # by text and precision: ids of the memory that is asked about
         self._ids: dict[str, list[int]] = {}

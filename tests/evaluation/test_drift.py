@@ -132,10 +132,10 @@ def test_quick_shows_what_must_hold_and_measures_nothing_again(tmp_path: Path, m
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
-    assert found["pairs"] == 4 and found["provenance"]["model"]["name"] == "smollm2"
-    assert found["provenance"]["data"][0]["count"] == 4
+    assert found["pairs"] == 2 and found["provenance"]["model"]["name"] == "smollm2"
+    assert found["provenance"]["data"][0]["count"] == 2
     near, *_, far = found["cells"]
-    assert near["n"] == 4 and {"model", "distance", "value", "value_iqr", "key", "key_iqr"} <= near.keys()
+    assert near["n"] == 2 and {"model", "distance", "value", "value_iqr", "key", "key_iqr"} <= near.keys()
     assert near["value"] < far["value"] <= 1 and near["key_in_place"] < near["key"] <= 1
     first = found["layers"][0]
     assert first["value_first"] > 0.9999 and first["key_first"] > 0.999, "layer 0 knows no context"
