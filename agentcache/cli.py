@@ -16,6 +16,7 @@ from rich.table import Table
 from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.evaluation.cli import eval_app
 from agentcache.profiling.cli import profile_app
+from agentcache.report.cli import report
 from agentcache.store.cli import store_app
 
 __all__ = ["app", "main"]
@@ -50,6 +51,7 @@ bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(eval_app, name="eval")
 app.add_typer(profile_app, name="profile")
+app.command()(report)
 app.add_typer(store_app, name="store")
 
 

@@ -66,6 +66,8 @@ def _unchanged(diff: PromptDiff, old: Sequence[MessageSpan], turn: Sequence[Mess
     """Returns the kind when every message was kept: the order, the new turn or the template made the difference."""
     if not turn and diff.new_len < diff.old_len and diff.prefix == diff.new_len:
         return RevisionKind.TRUNCATION
+    if diff.prefix < next((span.start for span in old if span.role != "system"), 0):
+        return RevisionKind.MEMORY  # tools, or what else the template writes into the system block, were exchanged
     reply_again = bool(turn) and turn[0].role == "assistant"
     if diff.prefix >= old[-1].stop and not reply_again:
         return RevisionKind.APPEND  # the reply was not kept, all else was

@@ -196,7 +196,7 @@ def test_personal_data_that_is_redacted_in_a_reply_is_an_edit_of_the_reply(engin
     calls, _ = scenario(engine, savers, run, "Write to bob@example.com about it, please.", None)
     # The reply came back with other words in it: all before them is P.
     t = calls[1].tokens
-    assert calls[1].kind is RevisionKind.RETOKENISATION and "bob@example.com" in calls[0].text
+    assert calls[1].kind is RevisionKind.MEMORY and "bob@example.com" in calls[0].text
     assert len(calls[0].ids) < t.prefix_tokens == calls[1].shared_prefix < len(calls[1].old_ids)
 
 
@@ -212,7 +212,7 @@ def test_tools_that_a_selector_exchanges_change_the_system_block(engine: AgentCa
     calls, model = scenario(engine, savers, run, "Seven items, all of them light.", None, aside=chosen)
     assert [[tool["function"]["name"] for tool in call.options["tools"]] for call in calls] == [["look"], ["note"]]
     assert len(model.aside) == 2 and all("tool_selection" in call.report["aside"] for call in model.aside)
-    check_edit(calls[1], RevisionKind.RETOKENISATION, reused=20)
+    check_edit(calls[1], RevisionKind.MEMORY, reused=20)
 
 
 # -- middlewares that only add -----------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_structured_response_is_a_forced_call_that_the_next_turn_adds_to(engin
     calls, _ = scenario(engine, savers, run, [("Answer", {"grams": 49})], None)
     assert "Answer" in {t["function"]["name"] for t in calls[0].options["tools"]}
     # Without the tool the system block is another one; what was said is still there.
-    check_edit(calls[1], RevisionKind.RETOKENISATION, reused=5)
+    check_edit(calls[1], RevisionKind.MEMORY, reused=5)
 
 
 # -- humans ------------------------------------------------------------------------------------------------------------
