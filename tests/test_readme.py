@@ -54,6 +54,25 @@ def test_what_auto_takes_is_the_committed_result():
     assert f"{found['saving_share']:.0%}".replace("%", " %") + " of the time that `edit_local` saves" in flat
 
 
+def test_what_middlewares_leave_is_the_committed_result():
+    result = json.loads((ROOT / "docs" / "results" / "replay.json").read_text())
+    cells = {(cell["rule"], cell["kind"]): cell for cell in result["cells"]}
+    rules = result["rules"]
+    for rule, kind, name in (
+        ("clearing", "tool_result", f"`ContextEditingMiddleware` ({rules['clear_trigger']:,} tokens, keep {rules['clear_keep']})"),
+        ("summarisation", "summarisation", f"`SummarizationMiddleware` ({rules['summary_trigger']:,} tokens, keep {rules['summary_keep']})"),
+    ):  # fmt: skip
+        cell = cells[rule, kind]
+        assert (
+            f"| {name} | {cell['calls']} `{kind}` | {cell['tokens']:,} | {cell['cached']:,} "
+            f"| {cell['saved_share']:.1%} | {cells[rule, 'all']['saved_share']:.1%} |"
+        ) in README
+    assert result["policy"] == "edit_local" and result["provenance"]["data"][0]["count"] == 100
+    assert " ".join(result["provenance"]["command"].replace("../shared/data/tau_bench/", "").split()) in " ".join(
+        README.split()
+    )
+
+
 def test_links_lead_to_files():
     for target in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
         assert (ROOT / target).exists(), target
