@@ -23,8 +23,8 @@ from agentcache.evaluation.app import (
     words,
 )
 
-_QUICK_REPLY = "The value is"  # the built-in model is small
-_QUICK_POLICIES = "edit_local,random,attended,direct_reuse"
+_QUICK_REPLY = "Lookup table value for the alias of {name}:"  # the built-in model is small
+_QUICK_POLICIES = "edit_local,attended,direct_reuse"
 
 
 @eval_app.command("paired-edit")
@@ -60,7 +60,10 @@ def paired_edit(
     data: DataOption = "sample",
     seed: SeedOption = 1000,
     reply: Annotated[
-        str, typer.Option(help="What every reply begins with, for models that would not begin with the value.")
+        str,
+        typer.Option(
+            help="What every reply begins with, for models that would not begin with the value; {name} is whom it asks about."
+        ),
     ] = "",
     profile: ProfileOption = None,
     quick: QuickOption = False,
@@ -77,7 +80,7 @@ def paired_edit(
     from agentcache.evaluation.paired_items import named_forms
 
     if quick:
-        items, draws, conditions, budgets = min(items, 3), draws or 6, "direct", "8,32"
+        items, draws, conditions, budgets, tokens = min(items, 2), draws or 4, "direct", "16", tokens or 64
         policies = _QUICK_POLICIES if policies == "paper,ours" else policies
         reply = reply or _QUICK_REPLY
     run(

@@ -57,6 +57,7 @@ class PairedBench:
 
     def __init__(self, cache: AgentCache) -> None:
         self.cache = cache
+        self._dtype: str = cache.stats()["engine"]["dtype"]
         self._item: DerivedItem | None = None
         self._episode: Episode | None = None
         self._parent: str | None = None
@@ -83,6 +84,7 @@ class PairedBench:
         margins = self._seen(stale)["margin"], margin(oracle.logprobs[0], item)
         right = oracle.token_ids[0] == item.new_answer
         return {
+            "dtype": self._dtype,
             "tokens": len(item.new),
             "suffix": _suffix(item),
             "stale_margin": margins[0],

@@ -31,7 +31,6 @@ __all__ = ["PairedRun", "run"]
 SCHEMA: Final = 1
 """Grows when a measurement means something else than before."""
 
-DTYPE: Final = "bfloat16"
 _ROOM: Final = 800  # tokens beside the background: the last document, the item's texts, the question, the chat template
 _TRANSPLANT: Final = Transplanted.__module__
 
@@ -134,7 +133,6 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
     common = {
         "schema": SCHEMA,
         "model": model.hash,
-        "dtype": DTYPE,
         "data": dataset.hash,
         "seed": settings.seed,
         "reply": settings.reply,
@@ -150,7 +148,9 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         for cell in cells:
             items = draw(cell, encode, documents, frame, count=settings.draws, seed=settings.seed, reply=settings.reply)
             _measure(cell, items, arms, measured, bench, settings.items, console)
-    found = cells_from(measured.rows(), model.name)
+    rows = measured.rows()
+    found = cells_from(rows, model.name)
+    dtypes = sorted({row["row"]["dtype"] for row in rows if row["arm"] is None})
     drawn = sum(cell["n_drawn"] for cell in {_cell_of(cell): cell for cell in found["cells"]}.values())
     data = [
         DataUse(dataset.name, dataset.hash, len(documents), "background texts"),
@@ -158,7 +158,11 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
     ]
     result = {
         "provenance": provenance(
-            model, dtype=DTYPE, seeds={"items": settings.seed, "bootstrap": 0}, data=data, profile=profile
+            model,
+            dtype=" and ".join(dtypes),
+            seeds={"items": settings.seed, "bootstrap": 0},
+            data=data,
+            profile=profile,
         ),
         "reply": settings.reply,
         "budgets": NOTES,
@@ -236,7 +240,6 @@ def _engine(
     row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * 2
     return AgentCache(
         folder,
-        dtype=DTYPE,
         max_model_len=longest,
         kv_bytes=4 * longest * row_bytes,
         profile=settings.profile,

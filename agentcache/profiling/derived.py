@@ -147,7 +147,8 @@ def derived_items(
         filler_tokens: Least tokens of documents in a prompt.
         form: What the edit changes, and how the question points at the carrier.
         seed: Of every choice.
-        reply: What the reply begins with, for models that would not begin with the value.
+        reply: What the reply begins with, for models that would not begin with the value; `{name}` in it is the name that is
+            asked about.
 
     Raises:
         ConfigError: An argument is not allowed, or the tokenizer does not fit: it has no pair of keys of equal length or cuts the
@@ -208,7 +209,7 @@ def _compose(
     """Returns an item, or None when the tokenizer or the documents do not fit what was drawn."""
     opening = frame.opening + "\n\n".join(["Context:", *before, ""])
     rest = list(encode("\n" + "\n\n".join(behind)))
-    query = encode(f"\n\nQuestion: {script.question}{frame.closing}{reply}")
+    query = encode(f"\n\nQuestion: {script.question}{frame.closing}{reply.replace('{name}', script.words[0])}")
     old_value, new_value = (tuple(encode(f" {value}" if reply else value)) for value in script.values)
     if len(rest) <= distance or old_value[0] == new_value[0]:
         return None

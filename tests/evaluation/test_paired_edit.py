@@ -46,6 +46,9 @@ class FakeCache:
         self.items[tuple(item.old)] = item, False
         self.items[tuple(item.new)] = item, True
 
+    def stats(self) -> dict[str, Any]:
+        return {"engine": {"dtype": "float32"}}
+
     def reset_prefix_cache(self) -> bool:
         return True
 
@@ -171,6 +174,7 @@ def test_cells_hold_what_each_policy_recovered_of_the_kept_items(fake: FakeCache
     assert found["derived", 0, "prefix_cache"]["kl_recovery"] == pytest.approx(1, abs=0.01)
     assert found["derived", 0, "direct_reuse"]["kl_recovery"] == pytest.approx(0, abs=0.01)
     assert found["derived", 0, "edit_local"]["p_holm"] is None and found["derived", 0, "random"]["p_holm"] <= 1
+    assert result["provenance"]["model"]["dtype"] == "float32"
     assert result["provenance"]["seeds"] == {"items": 3, "bootstrap": 0}
     text = settings.out.with_suffix(".md").read_text()
     assert "## fake, derived, d = 60, from 600 tokens" in text and "| edit_local | 32 | 4 | 0.90" in text
