@@ -44,7 +44,7 @@ def shift_means(
     S_K = the b = ⌈r·n⌉ recomputed rows of largest d_K     AgentKVShift 2, r the policy's `probe_share`
     μ̂_K = (1/b) Σ_{j∈S_K} (K_fresh,j − K_reuse,j)         AgentKVShift 3, at each layer
     K_corr,j = K_reuse,j + w_{K,j}·μ̂_K                     AgentKVShift 4, for rows that are not recomputed; the same for V
-    w_j = min(d_j, 1)                                      AgentKVShift 2, fixed at the check layer
+    w_j = min(d_j, 1)                                      AgentKVShift 2, fixed at the check layer: `policy.shift_weights`
     ```
 
     The rows are shifted in the pages before the layer's attention reads them.
@@ -69,11 +69,12 @@ def shift_means(
         if not len(chosen) or not len(stay):
             continue
         sides = []
-        for deviation in (signals.key_deviation, signals.value_deviation):
+        deviations = signals.key_deviation, signals.value_deviation
+        for deviation, weight in zip(deviations, policy.shift_weights(signals), strict=True):
             probing = probe_set(deviation, chosen, share_of(share, len(chosen) + len(stay)))
             at = torch.tensor([where[int(row)] for row in probing], device=device)
             weights = torch.zeros(span.stop - span.start, 1, 1)
-            weights[stay - span.start, 0, 0] = torch.from_numpy(np.minimum(deviation[stay], 1.0))
+            weights[stay - span.start, 0, 0] = torch.from_numpy(weight[stay])
             sides.append((torch.from_numpy(probing - span.start).to(device), at, weights.to(device)))
         rows = torch.arange(span.start, span.stop)
         plans.append((span, sides, (blocks[rows // size] * size + rows % size).to(device)))

@@ -143,6 +143,17 @@ class OnlinePolicy(RecoveryPolicy):
         """
         return None
 
+    def shift_weights(self, signals: Signals) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Returns by how much of the mean each row is shifted, for keys and for values; float32 `[new_len]` in 0 to 1.
+
+        Args:
+            signals: Those of the check layer.
+        """
+        assert signals.key_deviation is not None and signals.value_deviation is not None, (
+            "a check layer was not asked for"
+        )
+        return np.minimum(signals.key_deviation, 1), np.minimum(signals.value_deviation, 1)
+
     @property
     def effect_block(self) -> int:
         """Tokens whose effect `Signal.EFFECT` measures together."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from agentcache.errors import ConfigError
 from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPolicy, Signal, Signals
@@ -122,6 +123,10 @@ class BoundedOnline(Bounded, OnlinePolicy):
     def probe_share(self) -> float | None:
         """The policy's."""
         return self._online.probe_share
+
+    def shift_weights(self, signals: Signals) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Returns the policy's."""
+        return self._online.shift_weights(signals)
 
     @property
     def effect_block(self) -> int:

@@ -11,11 +11,12 @@ import numpy as np
 from agentcache.errors import ConfigError
 from agentcache.recovery.base import OnlinePolicy, PolicyContext, RecoveryPolicy, Signal, Signals
 from agentcache.recovery.registry import get_policy, register
-from agentcache.recovery.rows import check_count, check_share, ranked_runs, share_of, suffix_rows
+from agentcache.recovery.rows import Scores, check_count, check_share, ranked_runs, share_of, suffix_rows
 
 __all__ = ["MeanShift"]
 
 _DEVIATION = "deviation"
+_WEIGHTS = ("relative", "absolute")
 
 
 @register
@@ -37,6 +38,8 @@ class MeanShift(OnlinePolicy):
         share: r.
         selector: `"deviation"`, or the policy that chooses the rows to recompute, with its default options.
         check: l_c, from 1; the paper's is 1, the second layer.
+        weight: What d is in the weights: `"relative"` as above, or `"absolute"`, ‖fresh − reuse‖, by which most rows are shifted by
+            the whole mean. The paper does not say which; the choice of probes does not depend on it.
     """
 
     name: ClassVar[str] = "mean_shift"
@@ -45,10 +48,13 @@ class MeanShift(OnlinePolicy):
     share: float = 0.1
     selector: str = _DEVIATION
     check: int = 1
+    weight: str = "relative"
 
     def __post_init__(self) -> None:
         check_share(self.name, "share", self.share)
         check_count(self.name, "check", self.check, 1)
+        if self.weight not in _WEIGHTS:
+            raise ConfigError(f"{self.name}: weight={self.weight!r} is not known; take {' or '.join(_WEIGHTS)}")
         if self.selector == self.name:
             raise ConfigError(
                 f"{self.name}: selector={self.selector!r} is itself; take {_DEVIATION!r} or another policy"
@@ -78,6 +84,13 @@ class MeanShift(OnlinePolicy):
     def probe_share(self) -> float:
         """r, or all rows of another selector."""
         return self.share if self._inner is None else 1.0
+
+    def shift_weights(self, signals: Signals) -> tuple[Scores, Scores]:
+        """Returns `min(d, 1)` of each row, for keys and values (AgentKVShift 2)."""
+        if self.weight == "relative":
+            return super().shift_weights(signals)
+        assert signals.key_error is not None and signals.value_error is not None, "a check layer was not asked for"
+        return np.minimum(np.sqrt(signals.key_error), 1), np.minimum(np.sqrt(signals.value_error), 1)
 
     def most(self, context: PolicyContext) -> int:
         """Returns the tokens of both probe sets, or what the selector takes."""

@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[dict[str, object], ...]] = {
         {"first": 8, "threshold": 0.9, "block": 8, "calm": 1, "most_tokens": 60},
         {"length_model": "0.5,0.1,0.2,0.3,0,0,0.01"},
     ),
-    "mean_shift": ({}, {"share": 0.3}, {"selector": "edit_local"}, {"selector": "attended"}),
+    "mean_shift": ({}, {"share": 0.3}, {"weight": "absolute"}, {"selector": "edit_local"}, {"selector": "attended"}),
     "prophetkv": ({}, {"k": 30}, {"share": 0.0}),
     "edit_local": ({}, {"k": 0}, {"k": 7}, {"k": 10_000}, {"to": "boundary"}),
     "edit_to_carrier": ({}, {"k": 60, "blocks": 9, "block": 16}),

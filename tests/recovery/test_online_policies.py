@@ -23,6 +23,7 @@ from agentcache.recovery import (
     Signals,
     get_policy,
 )
+from agentcache.recovery.bounds import Bounds, bounded
 from agentcache.recovery.query import query_rows
 from agentcache.recovery.spec import parse_policy
 from agentcache.types import AlignedRun, Boundary, BoundaryKind, PromptDiff, merge_runs
@@ -98,6 +99,22 @@ def test_mean_shift_probes_the_union_of_both_top_sets(keys: np.ndarray, values: 
     assert len(want) <= policy.most(shown)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_mean_shift_weighs_by_relative_or_absolute_deviations(wrapped: bool) -> None:
+    shown = context(3)
+    end = shown.diff.new_len
+    deviation, error = np.full(end, 0.25, np.float32), np.full(end, 0.36, np.float32)
+    deviation[-1] = error[-1] = 4.0
+    measured = signals(
+        shown, key_deviation=deviation, value_deviation=deviation / 2, key_error=error, value_error=error / 4
+    )
+    for weight, keys, values in (("relative", 0.25, 0.125), ("absolute", 0.6, 0.3)):
+        policy = MeanShift(weight=weight)
+        found = (bounded(policy, Bounds(max_tokens=9)) if wrapped else policy).shift_weights(measured)
+        for row, want in zip(found, (keys, values), strict=True):
+            assert row[:-1] == pytest.approx(want) and row[-1] == 1
+
+
 @given(scores, st.integers(1, 6), st.sampled_from([8, 16]), st.integers(1, 3), st.floats(0.1, 0.9))
 @settings(max_examples=80, deadline=None)
 def test_a_frontier_ends_where_its_last_blocks_agree(
@@ -158,6 +175,7 @@ def test_a_policy_without_its_signals_says_so(name: str) -> None:
         ("mean_shift", {"selector": "frontier"}, "does not choose rows once"),
         ("mean_shift", {"selector": "prefix_cache"}, "does not choose rows once"),
         ("mean_shift", {"selector": "nobody"}, "unknown policy"),
+        ("mean_shift", {"weight": "heavy"}, "weight='heavy' is not known; take relative or absolute"),
         ("carrier_window", {"start": 5, "stop": 4}, "5 or more"),
         ("causal_oracle", {"block": 0}, "1 or more"),
     ],
