@@ -196,7 +196,7 @@ def test_personal_data_that_is_redacted_in_a_reply_is_an_edit_of_the_reply(engin
     calls, _ = scenario(engine, savers, run, "Write to bob@example.com about it, please.", None)
     # The reply came back with other words in it: all before them is P.
     t = calls[1].tokens
-    assert calls[1].kind is RevisionKind.MEMORY and "bob@example.com" in calls[0].text
+    assert calls[1].kind is RevisionKind.RETOKENISATION and "bob@example.com" in calls[0].text
     assert len(calls[0].ids) < t.prefix_tokens == calls[1].shared_prefix < len(calls[1].old_ids)
 
 
