@@ -80,7 +80,7 @@ def paired_edit(
     from agentcache.evaluation.paired_items import named_forms
 
     if quick:
-        items, draws, conditions, budgets, tokens = min(items, 2), draws or 4, "direct", "16", tokens or 64
+        items, draws, conditions, budgets, tokens = min(items, 2), draws or 4, "direct", "16", tokens or 200
         policies = _QUICK_POLICIES if policies == "paper,ours" else policies
         reply = reply or _QUICK_REPLY
     run(

@@ -237,7 +237,7 @@ def _engine(
     settings: PairedRun, folder: str, model: ModelFingerprint, longest: int
 ) -> AbstractContextManager[AgentCache]:
     """Returns an engine whose KV cache holds both prompts of an item."""
-    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * 2
+    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * 4  # of the widest type
     return AgentCache(
         folder,
         max_model_len=longest,

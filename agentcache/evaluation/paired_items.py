@@ -118,7 +118,17 @@ def draw(
     Raises:
         ConfigError: The tokenizer or the documents do not fit.
     """
+    items = _drawn(cell, encode, documents, frame, count=count, seed=seed, reply=reply)
+    if not items:
+        raise ConfigError(
+            f"{cell}: none of the items of {cell.tokens} tokens passes the build filters; take longer ones (--tokens) or more (--draws)"
+        )
+    return items
 
+
+def _drawn(
+    cell: Cell, encode: Encode, documents: Sequence[str], frame: ChatFrame, *, count: int, seed: int, reply: str
+) -> list[DerivedItem]:
     def made(form: Form) -> list[DerivedItem]:
         return derived_items(
             encode,
