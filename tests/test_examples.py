@@ -1,0 +1,44 @@
+"""Each example runs, on a setting that takes half a minute, and prints its table; the quickstart's is in test_readme."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+SHORT = {
+    "compare_policies": ("--documents", "2", "--policies", "prefix_cache,edit_local,attended"),
+    "langgraph_agent": ("--documents", "2"),
+    "long_pause": ("--documents", "2"),
+    "stategraph_research": ("--documents", "5", "--rounds", "2"),
+    "amem_chat": ("--questions", "2", "--tokens", "8"),
+    "licomemory_chat": ("--questions", "2", "--tokens", "8"),
+}
+SHOWN = {
+    "compare_policies": r"edit_local +\d+ +40 +\d+ ms .* [=≠]",
+    "langgraph_agent": r"reading +\S+ +\d+ ",
+    "long_pause": r"review +other +\d+ .* \d+ \(\d+%\)",
+    "stategraph_research": r"research +memory +\d+ .* \d+ \(\d+%\)",
+    "amem_chat": r"\(\d+ ?%\)",
+    "licomemory_chat": r"\(\d+ ?%\)",
+}
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "quickstart"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.usefixtures("smollm2_path")
+def test_an_example_runs_and_shows_what_its_resumes_saved(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT[name]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(SHOWN[name], done.stdout), done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
