@@ -137,8 +137,10 @@ class AsyncEpisode:
         for version in gone:
             session.reports.pop(version, None)
             session.without_kv.discard(version)
+        await free_versions(session, gone)
+        # Those of an earlier process.
         below = [v for v in await stored_versions(session, self.id) if not session.tracker.knows(v)]
-        await free_versions(session, dict.fromkeys([*gone, *below]))
+        await free_versions(session, below)
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
