@@ -23,7 +23,7 @@ from agentcache.evaluation.app import (
     words,
 )
 
-_QUICK_REPLY = "Lookup table value for the alias of {name}:"  # the built-in model is small
+_QUICK_REPLY = "The context says: Lookup table value for the alias of {name}:"  # the built-in model is small
 _QUICK_POLICIES = "edit_local,attended,direct_reuse"
 
 
@@ -54,6 +54,12 @@ def paired_edit(
         int | None,
         typer.Option(min=1, help="Most items a cell that the model is asked; three times --items by default."),
     ] = None,
+    exact_every: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Time the exact policy on each so manyth item only: it is the longest arm, and its answer is known."
+        ),
+    ] = 1,
     tokens: Annotated[
         int | None, typer.Option(min=64, help="Least tokens of background; by default 600, or what a distance needs.")
     ] = None,
@@ -95,6 +101,7 @@ def paired_edit(
             transplants=tuple(words(transplants, "--transplant")) if transplants else (),
             items=items,
             draws=draws or 3 * items,
+            exact_every=exact_every,
             tokens=tokens,
             data=data,
             seed=seed,

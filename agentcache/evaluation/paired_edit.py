@@ -14,7 +14,7 @@ from rich.console import Console
 from agentcache.cache import AgentCache
 from agentcache.evaluation.app import work_path
 from agentcache.evaluation.items import Row, item_key, rotated, run_items
-from agentcache.evaluation.paired_arms import NOTES, Arm, arms_of
+from agentcache.evaluation.paired_arms import BASELINE, NOTES, Arm, arms_of
 from agentcache.evaluation.paired_bench import PairedBench
 from agentcache.evaluation.paired_items import Cell, background, cells_of, draw
 from agentcache.evaluation.paired_report import cells_from, report
@@ -50,6 +50,7 @@ class PairedRun:
         transplants: Policies whose rows are also transplanted.
         items: Kept items a cell.
         draws: Most items a cell that the model is asked.
+        exact_every: The exact policy runs on each so manyth item; it costs a full prefill, and what it answers is known.
         tokens: Least tokens of background; None: by distance.
         data: Whose documents are the background.
         seed: Of the items.
@@ -68,6 +69,7 @@ class PairedRun:
     transplants: tuple[str, ...]
     items: int
     draws: int
+    exact_every: int
     tokens: int | None
     data: str
     seed: int
@@ -147,7 +149,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         )
         for cell in cells:
             items = draw(cell, encode, documents, frame, count=settings.draws, seed=settings.seed, reply=settings.reply)
-            _measure(cell, items, arms, measured, bench, settings.items, console)
+            _measure(cell, items, arms, measured, bench, settings, console)
     rows = measured.rows()
     found = cells_from(rows, model.name)
     dtypes = sorted({row["row"]["dtype"] for row in rows if row["arm"] is None})
@@ -187,15 +189,19 @@ def _measure(
     arms: Sequence[Arm],
     measured: _Measured,
     bench: Callable[[], PairedBench],
-    wanted: int,
+    settings: PairedRun,
     console: Console,
 ) -> None:
     """Measures a cell's items until enough are kept."""
+    wanted, every = settings.items, settings.exact_every
+
+    def arms_at(number: int) -> list[Arm]:
+        return [arm for arm in arms if arm.name != BASELINE or number % every == 0]
 
     def measure(numbered: tuple[int, DerivedItem]) -> Row:
         number, item = numbered
         known = measured.get(cell, item, None)
-        missing = [arm for arm in arms if measured.get(cell, item, arm) is None]
+        missing = [arm for arm in arms_at(number) if measured.get(cell, item, arm) is None]
         if known is None or (known["kept"] and missing):
             fresh = bench().reference(item)
             known = known or measured.put(cell, item, None, fresh)
@@ -205,7 +211,9 @@ def _measure(
 
     keyed = [
         (
-            item_key(of=measured.settings, cell=_place(cell), new=item.new, old=item.old, arms=[a.label for a in arms]),
+            item_key(
+                of=measured.settings, cell=_place(cell), new=item.new, old=item.old, arms=[a.label for a in arms_at(at)]
+            ),
             at,
         )
         for at, item in enumerate(items)

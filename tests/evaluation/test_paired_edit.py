@@ -143,6 +143,7 @@ def settings(tmp_path: Path) -> PairedRun:
         transplants=(),
         items=4,
         draws=12,
+        exact_every=1,
         tokens=None,
         data="sample",
         seed=3,
@@ -209,6 +210,19 @@ def test_parts_of_a_run_are_merged_and_nothing_is_measured_twice(
     assert parts["cells"] == whole["cells"] and parts["pairs"] == whole["pairs"]
     fake.asked.clear()
     assert run(settings, quiet())["cells"] == whole["cells"] and not fake.asked
+
+
+def test_the_exact_policy_may_run_on_some_items_and_the_others_then_have_no_speedup_of_their_own(
+    fake: FakeCache, settings: PairedRun
+) -> None:
+    some = replace(settings, conditions=("direct",), exact_every=4)
+    cells = {cell["policy"]: cell for cell in run(some, quiet())["cells"]}
+    assert 0 < cells["prefix_cache"]["n_kept"] < cells["edit_local"]["n_kept"] == 4
+    assert cells["edit_local"]["speedup"] == 5.0
+    fake.asked.clear()
+    whole = {cell["policy"]: cell for cell in run(replace(some, exact_every=1), quiet())["cells"]}
+    assert whole["prefix_cache"]["n_kept"] == 4 and whole["edit_local"] == cells["edit_local"]
+    assert {word.split(" ")[0] for word in fake.asked} <= {"oracle", "stale", "prefix_cache"}
 
 
 def test_measurements_of_another_seed_stay_out(fake: FakeCache, settings: PairedRun) -> None:

@@ -28,7 +28,6 @@ def quick(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_the_result_has_a_cell_for_each_policy_and_budget_with_what_the_tables_need(quick: Path) -> None:
     result = json.loads(quick.read_text())
     assert {"provenance", "cells", "pairs", "budgets", "primary_k"} <= result.keys()
@@ -46,7 +45,6 @@ def test_the_result_has_a_cell_for_each_policy_and_budget_with_what_the_tables_n
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_exact_and_direct_repairs_are_what_they_must_be(quick: Path) -> None:
     cells = {(cell["policy"], cell["k"]): cell for cell in json.loads(quick.read_text())["cells"]}
     exact, alone = cells["prefix_cache", None], cells["direct_reuse", None]
@@ -58,7 +56,6 @@ def test_exact_and_direct_repairs_are_what_they_must_be(quick: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 def test_the_same_command_again_starts_no_engine_and_gives_the_same_result(
     quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
