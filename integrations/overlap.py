@@ -13,6 +13,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
 __all__ = ["Fingerprint", "Overlap", "fingerprint", "overlap"]
 
+_ENCODER = json.JSONEncoder(sort_keys=True, default=str)  # `json.dumps` makes one a call
 _OVERHEAD = 16  # characters that a template writes around a message
 
 
@@ -96,4 +97,4 @@ def _said(sizes: np.ndarray) -> int:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return value if isinstance(value, str) else _ENCODER.encode(value)

@@ -35,22 +35,21 @@ def pair_messages(old: Sequence[MessageSpan], new: Sequence[MessageSpan]) -> lis
     Messages pair by (id, content hash) first, then by content hash alone; repeated ones pair in their order.
     """
     taken: dict[int, int] = {}
-    free = set(range(len(old)))
-    for use_id in (True, False):
-        waiting: defaultdict[Hashable, deque[int]] = defaultdict(deque)
-        for i in sorted(free):
-            waiting[_key(old[i], use_id)].append(i)
-        for j in _unpaired(new, taken, use_id):
-            queue = waiting.get(_key(new[j], use_id))
-            if queue:
-                taken[j] = queue.popleft()
-                free.discard(taken[j])
+    old_keys, new_keys = ([(span.message_id, span.content_hash) for span in spans] for spans in (old, new))
+    _pair(taken, old_keys, new_keys, [at for at, key in enumerate(new_keys) if key[0] is not None])
+    old_texts, new_texts = [key[1] for key in old_keys], [key[1] for key in new_keys]
+    _pair(taken, old_texts, new_texts, [at for at in range(len(new)) if at not in taken])
     return [(old[taken[j]], new[j]) for j in sorted(taken)]
 
 
-def _key(span: MessageSpan, use_id: bool) -> Hashable:
-    return (span.message_id, span.content_hash) if use_id else span.content_hash
-
-
-def _unpaired(new: Sequence[MessageSpan], taken: dict[int, int], use_id: bool) -> Iterable[int]:
-    return [j for j, span in enumerate(new) if j not in taken and (span.message_id is not None or not use_id)]
+def _pair(taken: dict[int, int], old: Sequence[Hashable], new: Sequence[Hashable], unpaired: Iterable[int]) -> None:
+    """Adds the pairs of equal keys to `taken`, new to old: what is repeated pairs in its order."""
+    used = set(taken.values())
+    waiting: defaultdict[Hashable, deque[int]] = defaultdict(deque)
+    for i, key in enumerate(old):
+        if i not in used:
+            waiting[key].append(i)
+    for j in unpaired:
+        queue = waiting.get(new[j])
+        if queue:
+            taken[j] = queue.popleft()

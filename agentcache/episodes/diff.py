@@ -81,7 +81,7 @@ def diff_tokens(
     old_stop, new_stop = len(old) - suffix, len(new) - suffix
     if prefix + min_run <= min(old_stop, new_stop):
         middle = _Middle(old[prefix:old_stop], new[prefix:new_stop], min_run, min_move)
-        middle.align(_message_runs(anchors, prefix, old_stop, new_stop) if anchors else [])
+        middle.align(_message_runs(anchors, old, new, prefix, old_stop, new_stop) if anchors else [])
         runs += [AlignedRun(o + prefix, n + prefix, length) for o, n, length in middle.runs()]
     if suffix:
         runs.append(AlignedRun(old_stop, new_stop, suffix))
@@ -138,15 +138,29 @@ def common_prefix(a: Ints, b: Ints) -> int:
     return at if n and differs[at] else n
 
 
-def _message_runs(anchors: Anchors, prefix: int, old_stop: int, new_stop: int) -> list[tuple[int, int, int]]:
-    """Returns the parts of paired messages inside the middle, relative to it, as (old, new, length)."""
-    runs = []
+def _message_runs(
+    anchors: Anchors, old: Ints, new: Ints, prefix: int, old_stop: int, new_stop: int
+) -> list[tuple[int, int, int]]:
+    """Returns the equal tokens of paired messages inside the middle, relative to it, as (old, new, length).
+
+    Neighbours that stay neighbours are one run: a long history is looked at once, not message by message.
+    """
+    joined: list[list[int]] = []
     for a, b in pair_messages(*anchors):
         skip = max(prefix - a.start, prefix - b.start, 0)
-        length = min(a.stop, old_stop) - a.start, min(b.stop, new_stop) - b.start
-        if min(length) > skip:
-            runs.append((a.start + skip - prefix, b.start + skip - prefix, min(length) - skip))
-    return runs
+        length = min(min(a.stop, old_stop) - a.start, min(b.stop, new_stop) - b.start) - skip
+        if length <= 0:
+            continue
+        o, n = a.start + skip, b.start + skip
+        if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (o, n):
+            joined[-1][2] += length
+        else:
+            joined.append([o, n, length])
+    return [
+        (o + start - prefix, n + start - prefix, stop - start)
+        for o, n, length in joined
+        for start, stop in _stretches(old[o : o + length] == new[n : n + length])
+    ]
 
 
 class _Middle:
@@ -191,28 +205,33 @@ class _Middle:
 
     def _rounds(self, k: int, *, in_order: bool) -> None:
         """Takes matching runs of k and more tokens until none is left: unique grams first, then by occurrence."""
-        old_hashes, new_hashes = gram_hashes(self._old, k), gram_hashes(self._new, k)
+        grams = _free_grams(self._old, self._free_old, k), _free_grams(self._new, self._free_new, k)
         kept = self._chain if in_order else self._moved
-        unique = True
+        unique, sides = True, None
         for _ in range(_ROUNDS):
-            old = self._side(self._free_old, old_hashes, k, 0 if in_order else None)
-            new = self._side(self._free_new, new_hashes, k, 1 if in_order else None)
-            found = match_grams(old, new, unique=unique)
+            if not (len(grams[0][0]) and len(grams[1][0])):
+                return
+            sides = sides or (
+                self._side(*grams[0], 0 if in_order else None),
+                self._side(*grams[1], 1 if in_order else None),
+            )
+            found = match_grams(*sides, unique=unique)
             taken = self._take(self._candidates(found, k, in_order=in_order), k)
             kept += taken
             if not taken and not unique:
                 return
             unique = bool(taken)
+            if taken:
+                grams = _still_free(*grams[0], self._free_old, k), _still_free(*grams[1], self._free_new, k)
+                sides = None
 
-    def _side(self, free: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint64], k: int, side: int | None) -> Side:
-        """Returns the grams of free tokens; old (0) or new (1) starts of the chain part the gaps, None: one gap."""
-        blocked = np.concatenate(([0], np.cumsum(~free)))
-        starts = np.flatnonzero(blocked[k:] == blocked[:-k]) if len(free) >= k else np.empty(0, np.int64)
+    def _side(self, starts: Ints, hashes: npt.NDArray[np.uint64], side: int | None) -> Side:
+        """Returns grams with their gaps: old (0) or new (1) starts of the chain part them, None: one gap."""
         if side is None:
             gaps = np.zeros(len(starts), np.int64)
         else:
             gaps = np.searchsorted(np.array(sorted(run[side] for run in self._chain), np.int64), starts)
-        return Side(starts, hashes[starts], gaps)
+        return Side(starts, hashes, gaps)
 
     def _candidates(self, found: GramRuns, k: int, *, in_order: bool) -> Iterable[tuple[int, int, int]]:
         """Returns gram runs as token runs: the heaviest chain of them, or all."""
@@ -266,6 +285,30 @@ class _Middle:
                 return grown + int(usable.argmin())
             grown, size = grown + size, size * 4
         return grown
+
+
+def _free_grams(ids: Ints, free: npt.NDArray[np.bool_], k: int) -> tuple[Ints, npt.NDArray[np.uint64]]:
+    """Returns the first tokens and the hashes of the k-grams whose tokens are all free; others are not hashed."""
+    at = np.flatnonzero(free)
+    if len(at) < k:
+        return at[:0], np.empty(0, np.uint64)
+    whole = at[k - 1 :] - at[: len(at) - k + 1] == k - 1
+    return at[: len(whole)][whole], gram_hashes(ids[at], k)[whole]
+
+
+def _still_free(
+    starts: Ints, hashes: npt.NDArray[np.uint64], free: npt.NDArray[np.bool_], k: int
+) -> tuple[Ints, npt.NDArray[np.uint64]]:
+    """Returns those of these k-grams whose tokens are all free."""
+    taken = np.concatenate(([0], np.cumsum(~free)))
+    stay = taken[starts + k] == taken[starts]
+    return starts[stay], hashes[stay]
+
+
+def _stretches(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Returns the stretches of True as (start, stop), ascending."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8))).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _longest_true(flags: npt.NDArray[np.bool_]) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -206,11 +207,17 @@ def _mark_at(text: str) -> int:
     """
     end = len(text.rstrip())
     begin = max(end - _TAIL, 0)
-    tags = [m.span() for m in _TAG.finditer(text, begin, end)]
-    for at in range(end - 1, begin, -1):
-        if text[at - 1].isalnum() and text[at].isalnum() and not any(a < at < b for a, b in tags):
+    return begin + _mark_in(text[begin:end])
+
+
+@lru_cache(maxsize=8192)
+def _mark_in(tail: str) -> int:
+    """Returns where a mark goes in the end of a content; a history is marked again and again."""
+    tags = [m.span() for m in _TAG.finditer(tail)]
+    for at in range(len(tail) - 1, 0, -1):
+        if tail[at - 1].isalnum() and tail[at].isalnum() and not any(a < at < b for a, b in tags):
             return at
-    return end
+    return len(tail)
 
 
 def _mark_last_text(arguments: Any, sign: str) -> Any:

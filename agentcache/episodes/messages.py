@@ -15,6 +15,7 @@ __all__ = ["ArgumentOrder", "ChatMessage", "Tool", "canonical", "content_hash", 
 Tool = Mapping[str, Any] | Callable[..., Any]
 ArgumentOrder = Callable[[str, dict[str, Any]], dict[str, Any]]
 _OURS = ("id", "tags")  # keys that templates never see
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)  # `json.dumps` makes one a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def sort_tools(tools: Iterable[Tool]) -> list[Tool]:
 
 def canonical(value: Any) -> str:
     """Returns the JSON form in which equal values are equal text."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return _ENCODER.encode(value)
 
 
 def content_hash(values: Mapping[str, Any]) -> str:

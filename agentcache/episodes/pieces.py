@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -75,10 +75,9 @@ class PieceTokenizer:
 
     def split(self, text: str, whole: Sequence[tuple[int, int]] = ()) -> list[tuple[int, str]]:
         """Returns the pieces of text with their first characters: cut before hard tokens, and around `whole` spans."""
-        cuts = {m.start() for m in self._cut.finditer(text)} if self._cut else set()
+        cuts = [m.start() for m in self._cut.finditer(text)] if self._cut else []
         for start, stop in whole:
-            cuts -= {cut for cut in cuts if start < cut < stop}
-            cuts |= {start, stop}
+            cuts[bisect_left(cuts, start) : bisect_right(cuts, stop)] = [start, stop]
         edges = sorted({0, len(text), *cuts})
         return [(a, text[a:b]) for a, b in pairwise(edges)]
 

@@ -62,6 +62,8 @@ class WrittenOrder:
         return {key: self._value(arguments[key]) for key in sorted(arguments)}
 
     def _value(self, value: Any) -> Any:
+        if value is None or isinstance(value, str | bool | int):  # as JSON gives them back
+            return value
         return self._objects.get(form := canonical(value)) or json.loads(form)
 
 

@@ -370,8 +370,8 @@ def _token_ids(ids: TokenIds) -> TokenArray:
 
 def _shared(spans: tuple[MessageSpan, ...], others: tuple[MessageSpan, ...]) -> tuple[MessageSpan, ...]:
     """Returns spans, with the objects of another version where they are equal: a long history is kept once."""
-    known = {other: other for other in others}
-    return tuple(known.get(span, span) for span in spans)
+    same = (other if other == span else span for span, other in zip(spans, others, strict=False))
+    return (*same, *spans[len(others) :])
 
 
 def _event(revision: Revision, time_s: float) -> PromptRevised:

@@ -19,13 +19,13 @@ from agentcache.errors import RenderError
 
 __all__ = ["to_chat"]
 
-_ROLES: Final[tuple[tuple[type[BaseMessage], str], ...]] = (
-    (SystemMessage, "system"),
-    (HumanMessage, "user"),
-    (AIMessage, "assistant"),
-    (ToolMessage, "tool"),
-    (FunctionMessage, "tool"),
-)
+_ROLES: Final[dict[type[BaseMessage], str]] = {
+    SystemMessage: "system",
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    ToolMessage: "tool",
+    FunctionMessage: "tool",
+}
 
 _TEXTS: Final = {"text": "text", "text-plain": "text", "refusal": "refusal"}
 """Blocks that are text, and the key that it stands under."""
@@ -81,9 +81,11 @@ def _to_dict(index: int, message: BaseMessage, names: Mapping[str | None, str | 
 
 
 def _role(index: int, message: BaseMessage) -> str:
+    if (known := _ROLES.get(type(message))) is not None:
+        return known
     if isinstance(message, ChatMessage):
         return message.role
-    for kind, role in _ROLES:
+    for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role
     raise RenderError(
