@@ -278,6 +278,23 @@ def precision(
 
 
 @bench.command()
+def prompt(
+    model: ModelOption = "smollm2",
+    messages: Annotated[int, typer.Option(min=16, help="Messages of the history.")] = 200,
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens of its prompt, about.")] = 32_768,
+    reps: RepsOption = 15,
+    data: Annotated[
+        str, typer.Option(help="Whose texts the tool results are: a folder, a file, or `sample`.")
+    ] = "sample",
+    json_path: JsonOption = None,
+) -> None:
+    """Time what a LangGraph agent's model call costs beside the engine: routing, rendering, diff, tracking."""
+    from agentcache.bench_prompt import run
+
+    run(model=model, messages=messages, tokens=tokens, reps=reps, data=data, json_path=json_path, console=Console())
+
+
+@bench.command()
 def diff(
     tokens: Annotated[int, typer.Option(min=16_384, help="Length of the old prompt in tokens.")] = 131_072,
     reps: RepsOption = 9,

@@ -298,7 +298,7 @@ class Lines:
             elsewhere = [n for n in nodes.lines if not n.open and not (place.outer and place.outer == n.outer)]
             free = [line for line in _recent(elsewhere) if self._goes_on(line, messages, prompt)]
         if free:
-            return max(free, key=lambda line: line.best(prompt).score)
+            return free[0] if len(free) == 1 else max(free, key=lambda line: line.best(prompt).score)
         line = Line(_episode_id(place.thread, place.nodes, nodes.count))
         nodes.lines.append(line)
         nodes.count += 1

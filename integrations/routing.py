@@ -156,10 +156,20 @@ class Router:
             message: The chat model's.
             run_manager: Of the call, for LangSmith's metadata.
         """
-        route.version, route.message = reply.version, message
-        with self._lock:
-            self._lines.end(route, reply.version, message)
+        self.ended(route, reply.version, message)
         annotate(route.episode, reply, run_manager)
+
+    def ended(self, route: Route, version: str | None, message: BaseMessage) -> None:
+        """Remembers the version that a call created.
+
+        Args:
+            route: What `route` has returned.
+            version: Its id.
+            message: The chat model's.
+        """
+        route.version, route.message = version, message
+        with self._lock:
+            self._lines.end(route, version, message)
 
     def failed(self, route: Route, error: BaseException | None = None) -> None:
         """Ends a call that has no reply, for whatever reason."""

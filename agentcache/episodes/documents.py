@@ -23,6 +23,8 @@ def document_ranges(content: str) -> list[tuple[int, int, bool]]:
     the next one, the last to the first blank line after it. Everywhere else documents are the paragraphs between blank
     lines, when there are two or more; the caller drops those below `MIN_DOCUMENT_TOKENS`.
     """
+    if "\n" not in content:
+        return []
     heads = [m.start() for m in _HEADING.finditer(content)]
     if len(heads) < 2:
         return _paragraphs(content, 0, len(content)) if _BLANK.search(content.strip()) else []

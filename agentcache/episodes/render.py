@@ -14,6 +14,7 @@ from agentcache.episodes.locate import MessageRange, Place, Syntax, cut_messages
 from agentcache.episodes.messages import ChatMessage, Tool, normalise_messages, sort_tools
 from agentcache.episodes.pieces import ChatTokenizer, Layout, PieceTokenizer, TokenArray
 from agentcache.episodes.replies import Replies, Reply, WrittenOrder
+from agentcache.episodes.shapes import Shapes
 from agentcache.episodes.template import Template, TemplateCall
 from agentcache.types import Boundary, BoundaryKind, MessageSpan
 
@@ -56,6 +57,7 @@ class Renderer:
         self._template = Template(tokenizer, template_kwargs or {})
         self._pieces = PieceTokenizer(tokenizer, self._template.samples)
         self._replies = Replies(tokenizer)
+        self._shapes = Shapes()
         self._syntax = Syntax(
             self._template.generation_prompt,
             learn_closers(self._template.endings, self._pieces.specials),
@@ -91,9 +93,24 @@ class Renderer:
         call = TemplateCall(sort_tools(tools) if tools else None, now, add_generation_prompt)
         values = self._template.values(chat)
         text = self._template.text(values, call)
-        ranges = cut_messages(text, self._locate(text, chat, values, call), self._syntax)
+        ranges = self._shapes.find(text, chat, self._teach)
+        if ranges is None:
+            ranges = cut_messages(text, self._locate(text, chat, values, call), self._syntax)
+            self._shapes.learn(text, chat, ranges)
         splices = dict(self._splices(text, chat, ranges, {reply.text: reply for reply in replies}))
         return self._assemble(text, chat, ranges, splices)
+
+    def _teach(self, message: ChatMessage) -> None:
+        """Learns how the template writes a message that calls tools from a chat of three."""
+        result = {"role": "tool", "content": ".", "tool_call_id": message.values["tool_calls"][0].get("id", "")}
+        chat = [*normalise_messages([{"role": "user", "content": "."}]), message, *normalise_messages([result])]
+        values, call = self._template.values(chat), TemplateCall(add_generation_prompt=False)
+        text = self._template.attempt(values, call)
+        if text is not None:
+            ranges = cut_messages(text, self._locate(text, chat, values, call), self._syntax)
+            for found in ranges:
+                if found.index == 1:
+                    self._shapes.learn_body(message, text, found)
 
     def _locate(
         self, text: str, chat: Sequence[ChatMessage], values: Sequence[dict[str, Any]], call: TemplateCall

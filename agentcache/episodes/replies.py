@@ -49,7 +49,7 @@ class WrittenOrder:
 
     def __call__(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a function in their order."""
-        known = self._objects.get(canonical(arguments))
+        known = self._objects.get(canonical(arguments)) if self._objects else None
         if known is not None:
             return known
         words = [value for value in arguments.values() if isinstance(value, str)]

@@ -57,7 +57,8 @@ def paired_edit(
     exact_every: Annotated[
         int,
         typer.Option(
-            min=1, help="Time the exact policy on each so manyth item only: it is the longest arm, and its answer is known."
+            min=1,
+            help="Time the exact policy on each so manyth item only: it is the longest arm, and its answer is known.",
         ),
     ] = 1,
     tokens: Annotated[
