@@ -1,6 +1,6 @@
 """A LangGraph agent that reads documents while two stock middlewares shorten its prompt; every revision resumes its KV.
 
-    python examples/langgraph_agent.py [--documents 8] [--policy edit_local] [--model smollm2]
+    python examples/langgraph_agent.py [--documents 8] [--clear-at 1200] [--summarise-at 3000] [--policy edit_local] [--model smollm2]
 
 `ContextEditingMiddleware` clears old tool results in the request, `SummarizationMiddleware` replaces old turns in the state. All that
 agentcache needs of it: its chat model, and `AgentCacheMiddleware` as the last one in the list.
@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or the built-in smollm2")
     parser.add_argument("--policy", default="edit_local", help="how the edited prompts are resumed")
     parser.add_argument("--documents", type=int, default=8, help="how many to read, at most 12")
+    parser.add_argument("--clear-at", type=int, default=1200, help="tokens above which old tool results are cleared")
+    parser.add_argument("--summarise-at", type=int, default=3000, help="tokens above which old turns become a summary")
     options = parser.parse_args()
     paragraphs = [item.paragraphs for item in load_hotpot_sample()[: options.documents]]
     documents = ["\n\n".join(f"{p.title}\n{p.text}" for p in group[:4]) for group in paragraphs]
@@ -70,8 +72,8 @@ def main() -> None:
             system_prompt="Read the documents, then say in one sentence what they are about.",
             checkpointer=InMemorySaver(),
             middleware=[
-                SummarizationMiddleware(model, trigger=("tokens", 3000), keep=("messages", 6)),
-                ContextEditingMiddleware(edits=[ClearToolUsesEdit(trigger=1200, keep=2)]),
+                SummarizationMiddleware(model, trigger=("tokens", options.summarise_at), keep=("messages", 6)),
+                ContextEditingMiddleware(edits=[ClearToolUsesEdit(trigger=options.clear_at, keep=2)]),
                 Reading(len(documents)),
                 AgentCacheMiddleware(policy=options.policy),
             ],

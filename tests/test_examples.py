@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 SHORT = {
     "compare_policies": ("--documents", "2", "--policies", "prefix_cache,edit_local,attended"),
-    "langgraph_agent": ("--documents", "2"),
+    "langgraph_agent": ("--documents", "5", "--clear-at", "700", "--summarise-at", "1800"),
     "long_pause": ("--documents", "2"),
     "stategraph_research": ("--documents", "5", "--rounds", "2"),
     "amem_chat": ("--questions", "2", "--tokens", "8"),
@@ -21,7 +22,7 @@ SHORT = {
 }
 SHOWN = {
     "compare_policies": r"edit_local +\d+ +40 +\d+ ms .* [=≠]",
-    "langgraph_agent": r"reading +\S+ +\d+ ",
+    "langgraph_agent": r"(?s)reading +tool_result +\d+ .*reading +summarisation +\d+ ",
     "long_pause": r"review +other +\d+ .* \d+ \(\d+%\)",
     "stategraph_research": r"research +memory +\d+ .* \d+ \(\d+%\)",
     "amem_chat": r"\(\d+ ?%\)",
@@ -37,8 +38,20 @@ def test_every_example_is_run() -> None:
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.usefixtures("smollm2_path")
 def test_an_example_runs_and_shows_what_its_resumes_saved(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT[name]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, cwd=tmp_path)
+    check(name, SHORT[name], tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.usefixtures("smollm2_path")
+def test_an_example_runs_as_a_reader_runs_it(name: str, tmp_path: Path) -> None:
+    check(name, (), tmp_path)
+
+
+def check(name: str, options: Sequence[str], folder: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(SHOWN[name], done.stdout), done.stdout
     assert "Traceback" not in done.stderr, done.stderr

@@ -22,9 +22,7 @@ import xxhash
 
 from agentcache.errors import ConfigError
 from agentcache.evaluation.qa_data import load_questions
-from agentcache.profiling.datasets import SAMPLE
-from agentcache.profiling.datasets import _rows as read_rows
-from agentcache.profiling.datasets import _texts as read_texts
+from agentcache.profiling.datasets import SAMPLE, read_rows, read_texts
 
 __all__ = ["CATEGORIES", "MemoryQuestion", "MemorySet", "Unit", "choose", "load_memories"]
 

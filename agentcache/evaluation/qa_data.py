@@ -11,9 +11,7 @@ from typing import Any, Final
 import xxhash
 
 from agentcache.errors import ConfigError
-from agentcache.profiling.datasets import SAMPLE, load_dataset
-from agentcache.profiling.datasets import _rows as read_rows
-from agentcache.profiling.datasets import _texts as read_texts
+from agentcache.profiling.datasets import SAMPLE, load_dataset, read_rows, read_texts
 from agentcache.profiling.profile import Profile
 
 __all__ = [

@@ -25,7 +25,7 @@ import xxhash
 from agentcache.errors import ConfigError
 from agentcache.profiling.edits import Task, Turn
 
-__all__ = ["SAMPLE", "Dataset", "load_dataset"]
+__all__ = ["SAMPLE", "Dataset", "load_dataset", "read_rows", "read_texts"]
 
 SAMPLE: Final = "sample"
 """Names the data that ships with agentcache."""
@@ -60,9 +60,9 @@ def load_dataset(source: str | Path = SAMPLE) -> Dataset:
     digest = xxhash.xxh3_128()
     tasks: dict[str, Task] = {}
     names: set[str] = set()
-    for where, raw in _texts(source):
+    for where, raw in read_texts(source):
         digest.update(raw)
-        for number, row in enumerate(_rows(where, raw)):
+        for number, row in enumerate(read_rows(where, raw)):
             name, read = _form(where, row)
             try:
                 task = read(row, name)
@@ -82,8 +82,15 @@ def load_dataset(source: str | Path = SAMPLE) -> Dataset:
     return Dataset(names.pop(), digest.hexdigest(), tuple(tasks.values()))
 
 
-def _texts(source: str | Path) -> Iterator[tuple[str, bytes]]:
-    """Yields each file's name and bytes."""
+def read_texts(source: str | Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the name and the bytes of each file of a data set.
+
+    Args:
+        source: A file, a folder of JSON files, or `sample`.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
     if str(source) == SAMPLE:
         yield SAMPLE, files("agentcache").joinpath("data", "hotpot_sample.jsonl").read_bytes()
         return
@@ -98,8 +105,16 @@ def _texts(source: str | Path) -> Iterator[tuple[str, bytes]]:
             ) from error
 
 
-def _rows(where: str, raw: bytes) -> list[Row]:
-    """Returns the objects of a JSON array, of one object, or of JSON lines."""
+def read_rows(where: str, raw: bytes) -> list[Row]:
+    """Returns the objects of a JSON array, of one object, or of JSON lines.
+
+    Args:
+        where: The file's name, for errors.
+        raw: Its bytes.
+
+    Raises:
+        ConfigError: It is no JSON, or holds something else than objects.
+    """
     try:
         text = raw.decode("utf-8")
         rows: list[Row]
