@@ -8,9 +8,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from agentcache.errors import ConfigError
 from agentcache.types import MessageSpan
 
-__all__ = ["Anchors", "check_anchors", "pair_messages"]
+__all__ = ["Anchors", "MessagePair", "check_anchors", "pair_messages"]
 
 Anchors = tuple[Sequence[MessageSpan], Sequence[MessageSpan]]
+MessagePair = tuple[MessageSpan, MessageSpan]
+"""The same message, old and new."""
 
 
 def check_anchors(spans: Sequence[MessageSpan], tokens: int, side: str) -> None:
@@ -29,7 +31,7 @@ def check_anchors(spans: Sequence[MessageSpan], tokens: int, side: str) -> None:
         end = span.stop
 
 
-def pair_messages(old: Sequence[MessageSpan], new: Sequence[MessageSpan]) -> list[tuple[MessageSpan, MessageSpan]]:
+def pair_messages(old: Sequence[MessageSpan], new: Sequence[MessageSpan]) -> list[MessagePair]:
     """Returns the messages with equal content in both versions, ascending in the new one; each message is used once.
 
     Messages pair by (id, content hash) first, then by content hash alone; repeated ones pair in their order.

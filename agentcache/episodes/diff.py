@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from agentcache.episodes.anchors import Anchors, check_anchors, pair_messages
+from agentcache.episodes.anchors import Anchors, MessagePair, check_anchors, pair_messages
 from agentcache.episodes.grams import GramRuns, Ints, Side, gram_hashes, heaviest_chain, match_grams
 from agentcache.errors import ConfigError
 from agentcache.types import AlignedRun, PromptDiff, Run, merge_runs
@@ -49,6 +49,7 @@ def diff_tokens(
     anchors: Anchors | None = None,
     min_run: int = MIN_RUN,
     min_move: int = MIN_MOVE,
+    pairs: Sequence[MessagePair] | None = None,
 ) -> PromptDiff:
     """Returns the aligned spans between two token sequences; each old and each new token lies in one span at most.
 
@@ -61,6 +62,7 @@ def diff_tokens(
             from `min_run` tokens before the new generation prompt on: that alone ends every prompt.
         min_run: Fewest tokens of an aligned run after the prefix.
         min_move: Fewest tokens of a span that is found in another order.
+        pairs: Of the anchors, where `pair_messages` has paired them already.
 
     Raises:
         ConfigError: An argument is not allowed.
@@ -81,7 +83,9 @@ def diff_tokens(
     old_stop, new_stop = len(old) - suffix, len(new) - suffix
     if prefix + min_run <= min(old_stop, new_stop):
         middle = _Middle(old[prefix:old_stop], new[prefix:new_stop], min_run, min_move)
-        middle.align(_message_runs(anchors, old, new, prefix, old_stop, new_stop) if anchors else [])
+        if pairs is None:
+            pairs = pair_messages(*anchors) if anchors else ()
+        middle.align(_message_runs(pairs, old, new, prefix, old_stop, new_stop))
         runs += [AlignedRun(o + prefix, n + prefix, length) for o, n, length in middle.runs()]
     if suffix:
         runs.append(AlignedRun(old_stop, new_stop, suffix))
@@ -139,14 +143,14 @@ def common_prefix(a: Ints, b: Ints) -> int:
 
 
 def _message_runs(
-    anchors: Anchors, old: Ints, new: Ints, prefix: int, old_stop: int, new_stop: int
+    pairs: Iterable[MessagePair], old: Ints, new: Ints, prefix: int, old_stop: int, new_stop: int
 ) -> list[tuple[int, int, int]]:
     """Returns the equal tokens of paired messages inside the middle, relative to it, as (old, new, length).
 
     Neighbours that stay neighbours are one run: a long history is looked at once, not message by message.
     """
     joined: list[list[int]] = []
-    for a, b in pair_messages(*anchors):
+    for a, b in pairs:
         skip = max(prefix - a.start, prefix - b.start, 0)
         length = min(min(a.stop, old_stop) - a.start, min(b.stop, new_stop) - b.start) - skip
         if length <= 0:

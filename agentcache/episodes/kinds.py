@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 
-from agentcache.episodes.anchors import pair_messages
+from agentcache.episodes.anchors import MessagePair, pair_messages
 from agentcache.episodes.grams import heaviest_chain
 from agentcache.types import AlignedRun, Boundary, BoundaryKind, MessageSpan, PromptDiff, RevisionKind
 
@@ -22,6 +22,7 @@ def classify(
     old_spans: Sequence[MessageSpan] = (),
     new_spans: Sequence[MessageSpan] = (),
     boundaries: Sequence[Boundary] = (),
+    pairs: Sequence[MessagePair] | None = None,
 ) -> RevisionKind:
     """Returns why the new prompt differs from its parent.
 
@@ -31,20 +32,25 @@ def classify(
         old_spans: The parent's messages; empty when it came as bare ids.
         new_spans: The new prompt's messages.
         boundaries: Of the new prompt: which of its messages hold documents.
+        pairs: Of the spans, where `pair_messages` has paired them already.
     """
     if diff.prefix == diff.new_len == old_prompt:
         return RevisionKind.IDENTICAL
     if diff.is_append:
         return RevisionKind.APPEND
     if old_spans and new_spans:
-        return _by_messages(diff, old_spans, new_spans, boundaries)
+        return _by_messages(diff, old_spans, new_spans, boundaries, pairs)
     return _by_shape(diff, old_prompt)
 
 
 def _by_messages(
-    diff: PromptDiff, old: Sequence[MessageSpan], new: Sequence[MessageSpan], boundaries: Sequence[Boundary]
+    diff: PromptDiff,
+    old: Sequence[MessageSpan],
+    new: Sequence[MessageSpan],
+    boundaries: Sequence[Boundary],
+    pairs: Sequence[MessagePair] | None,
 ) -> RevisionKind:
-    removed, added, turn = _changes(old, new)
+    removed, added, turn = _changes(old, new, pair_messages(old, new) if pairs is None else pairs)
     if any("summar" in tag.lower() for span in added for tag in span.tags):
         return RevisionKind.SUMMARISATION
     if not removed and not added:
@@ -75,14 +81,14 @@ def _unchanged(diff: PromptDiff, old: Sequence[MessageSpan], turn: Sequence[Mess
 
 
 def _changes(
-    old: Sequence[MessageSpan], new: Sequence[MessageSpan]
+    old: Sequence[MessageSpan], new: Sequence[MessageSpan], pairs: Sequence[MessagePair]
 ) -> tuple[list[MessageSpan], list[MessageSpan], list[MessageSpan]]:
     """Returns the messages that went, those that came among the kept ones, and the new turn after them.
 
     What stands in the place of a message that went is no new turn: it is the first that has its id (models call tools by an id
     that they have used before), or it has its role at the end of the old prompt.
     """
-    old_kept, new_kept = _kept(old, new)
+    old_kept, new_kept = _kept(old, new, pairs)
     removed = [span for span, stays in zip(old, old_kept, strict=True) if not stays]
     gone = _ids(removed)
     places = {
@@ -92,15 +98,16 @@ def _changes(
     turn = sum(1 for _ in takewhile(lambda i: i not in ends, reversed(range(len(new)))))
     tail = sum(1 for _ in takewhile(lambda stays: not stays, reversed(old_kept)))
     at = len(new) - turn
-    pairs = zip(old[len(old) - tail :], new[at:], strict=False)
-    at += sum(1 for _ in takewhile(lambda pair: pair[0].role == pair[1].role, pairs))
+    ends_of_both = zip(old[len(old) - tail :], new[at:], strict=False)
+    at += sum(1 for _ in takewhile(lambda pair: pair[0].role == pair[1].role, ends_of_both))
     added = [span for span, stays in zip(new[:at], new_kept, strict=False) if not stays]
     return removed, added, list(new[at:])
 
 
-def _kept(old: Sequence[MessageSpan], new: Sequence[MessageSpan]) -> tuple[list[bool], list[bool]]:
+def _kept(
+    old: Sequence[MessageSpan], new: Sequence[MessageSpan], pairs: Sequence[MessagePair]
+) -> tuple[list[bool], list[bool]]:
     """Returns which old and which new messages are the same, in the same order."""
-    pairs = pair_messages(old, new)
     chain = heaviest_chain([a.start for a, _ in pairs], [max(b.stop - b.start, 1) for _, b in pairs])
     old_starts, new_starts = {pairs[i][0].start for i in chain}, {pairs[i][1].start for i in chain}
     return [span.start in old_starts for span in old], [span.start in new_starts for span in new]

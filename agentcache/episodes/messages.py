@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from threading import Lock
 from typing import Any
 
 from agentcache.errors import RenderError
 
-__all__ = ["ArgumentOrder", "ChatMessage", "Tool", "canonical", "content_hash", "normalise_messages", "sort_tools"]
+__all__ = [
+    "ArgumentOrder",
+    "ChatMessage",
+    "KnownMessages",
+    "Tool",
+    "canonical",
+    "content_hash",
+    "normalise_messages",
+    "sort_tools",
+]
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 ArgumentOrder = Callable[[str, dict[str, Any]], dict[str, Any]]
 _OURS = ("id", "tags")  # keys that templates never see
+_KNOWN_CHARACTERS = 8 << 20
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)  # `json.dumps` makes one a call
 
 
@@ -39,20 +51,49 @@ class ChatMessage:
     tags: tuple[str, ...]
 
 
-def normalise_messages(messages: Sequence[Mapping[str, Any]], order: ArgumentOrder | None = None) -> list[ChatMessage]:
+class KnownMessages:
+    """Messages that are text alone, each normalised once: most of a long history. Thread-safe; bounded in characters."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[Any, ...], ChatMessage] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
+
+    def __call__(self, index: int, message: Mapping[str, Any], order: ArgumentOrder) -> ChatMessage:
+        """Returns a message, normalised."""
+        if not all(isinstance(value, str) for value in message.values()):
+            return _normalise(index, message, order)
+        key = tuple(message.items())
+        with self._lock:
+            known = self._known.get(key)
+            if known is None:
+                known = self._known[key] = _normalise(index, message, order)
+                self._characters += len(known.content or "")
+                while self._characters > _KNOWN_CHARACTERS:
+                    self._characters -= len(self._known.popitem(last=False)[1].content or "")
+            else:
+                self._known.move_to_end(key)
+        return known
+
+
+def normalise_messages(
+    messages: Sequence[Mapping[str, Any]], order: ArgumentOrder | None = None, known: KnownMessages | None = None
+) -> list[ChatMessage]:
     """Returns messages with flat content and tool calls whose arguments are values in sorted order.
 
     Args:
         messages: Dicts with `role`, `content` (text, a list of text blocks, or None) and whatever else the template
             knows: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`. `id` and `tags` are ours.
         order: Returns the arguments of a function, by name, in the order to render; None: sorted.
+        known: Those that were normalised before.
 
     Raises:
         RenderError: A message has no role, or content that is not text.
     """
     if not messages:
         raise RenderError("there are no messages to render; pass at least one")
-    return [_normalise(index, message, order or _sorted) for index, message in enumerate(messages)]
+    make = known or _normalise
+    return [make(index, message, order or _sorted) for index, message in enumerate(messages)]
 
 
 def sort_tools(tools: Iterable[Tool]) -> list[Tool]:

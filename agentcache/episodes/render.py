@@ -11,7 +11,7 @@ import numpy as np
 
 from agentcache.episodes.documents import MIN_DOCUMENT_TOKENS, document_ranges
 from agentcache.episodes.locate import MessageRange, Place, Syntax, cut_messages, learn_closers, mark, places, search
-from agentcache.episodes.messages import ChatMessage, Tool, normalise_messages, sort_tools
+from agentcache.episodes.messages import ChatMessage, KnownMessages, Tool, normalise_messages, sort_tools
 from agentcache.episodes.pieces import ChatTokenizer, Layout, PieceTokenizer, TokenArray
 from agentcache.episodes.replies import Replies, Reply, WrittenOrder
 from agentcache.episodes.shapes import Shapes
@@ -57,6 +57,7 @@ class Renderer:
         self._template = Template(tokenizer, template_kwargs or {})
         self._pieces = PieceTokenizer(tokenizer, self._template.samples)
         self._replies = Replies(tokenizer)
+        self._known = KnownMessages()
         self._shapes = Shapes()
         self._syntax = Syntax(
             self._template.generation_prompt,
@@ -89,7 +90,7 @@ class Renderer:
             RenderError: A message is malformed or the template fails; says what to do.
         """
         replies = self._replies.decode(generated)
-        chat = normalise_messages(messages, WrittenOrder(replies))
+        chat = normalise_messages(messages, WrittenOrder(replies), self._known)
         call = TemplateCall(sort_tools(tools) if tools else None, now, add_generation_prompt)
         values = self._template.values(chat)
         text = self._template.text(values, call)

@@ -31,7 +31,7 @@ _Key = tuple[str | None, str, str | None, bool]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What stands before a content and behind it; the turn closes `close` characters behind the content."""
+    """What stands before a content and behind it; the turn closes after `close` characters of the latter."""
 
     before: str
     after: str
@@ -102,13 +102,22 @@ class Shapes:
         self, text: str, at: int, index: int, message: ChatMessage, key: _Key, teach: Callable[[ChatMessage], None]
     ) -> MessageRange | None:
         """Returns the range of a message that is written at a position, in a way that is known."""
-        core = (message.content or "").strip()
+        content = message.content or ""
+        core = content.strip()
+        lead, trail = _blanks(content, core)
         for form in self._forms.get(key, ()) if core else ():
-            start = at + len(form.before)
-            stop = start + len(core)
-            if text.startswith(form.before, at) and text.startswith(core, start) and text.startswith(form.after, stop):
-                place = Place(index, start, stop, verbatim=True)
-                return MessageRange(index, at, stop + form.close, stop + len(form.after), place)
+            # Templates keep the blanks around a content, or strip it.
+            for first, last in {(lead, trail): None, ("", ""): None}:
+                start = at + len(form.before) + len(first)
+                stop = start + len(core)
+                behind = stop + len(last)
+                if (
+                    text.startswith(form.before + first, at)
+                    and text.startswith(core, start)
+                    and text.startswith(last + form.after, stop)
+                ):
+                    place = Place(index, start, stop, verbatim=True)
+                    return MessageRange(index, at, behind + form.close, behind + len(form.after), place)
         if message.content_hash not in self._bodies and "tool_calls" in message.values:
             teach(message)
         for body in self._bodies.get(message.content_hash, ()):
@@ -120,9 +129,12 @@ class Shapes:
 
     def _learn(self, text: str, message: ChatMessage, key: _Key, r: MessageRange) -> None:
         if r.place is not None and r.place.verbatim:
-            before, after = text[r.start : r.place.start], text[r.place.stop : r.stop]
+            start, stop = r.place.start, r.place.stop
+            lead, trail = _blanks(message.content or "", text[start:stop])
+            if text.endswith(lead, r.start, start) and text.startswith(trail, stop, r.close):
+                start, stop = start - len(lead), stop + len(trail)
             forms = self._forms.setdefault(key, OrderedDict())
-            _remember(forms, _Form(before, after, r.close - r.place.stop), _FORMS)
+            _remember(forms, _Form(text[r.start : start], text[stop : r.stop], r.close - stop), _FORMS)
         else:
             self._learn_body(text, message, r)
 
@@ -136,6 +148,12 @@ class Shapes:
         _remember(known, body, _FORMS)
         if len(self._bodies) > _BODIES:
             self._bodies.popitem(last=False)
+
+
+def _blanks(content: str, core: str) -> tuple[str, str]:
+    """Returns what of a content stands before its stripped self, and what behind."""
+    start = content.find(core)
+    return content[:start], content[start + len(core) :]
 
 
 def _keys(chat: Sequence[ChatMessage]) -> list[_Key]:

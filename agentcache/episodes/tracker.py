@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from agentcache.episodes.anchors import pair_messages
 from agentcache.episodes.buffers import Buffer
 from agentcache.episodes.diff import TokenIds, as_ids, diff_tokens
 from agentcache.episodes.kinds import classify
@@ -351,8 +352,9 @@ def _compare(old: Version | None, prompt: Rendered) -> tuple[PromptDiff, Revisio
     ids = old.context_ids
     spans = [span for span in old.spans if span.stop <= len(ids)]
     anchors = (spans, prompt.spans) if spans and prompt.spans else None
-    diff = diff_tokens(ids, prompt.token_ids, anchors=anchors)
-    return diff, classify(diff, min(len(old.token_ids), len(ids)), spans, prompt.spans, prompt.boundaries)
+    pairs = pair_messages(*anchors) if anchors else None
+    diff = diff_tokens(ids, prompt.token_ids, anchors=anchors, pairs=pairs)
+    return diff, classify(diff, min(len(old.token_ids), len(ids)), spans, prompt.spans, prompt.boundaries, pairs)
 
 
 def _token_ids(ids: TokenIds) -> TokenArray:
