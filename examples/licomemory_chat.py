@@ -16,32 +16,32 @@ from agentcache.integrations.memory_units import MemoryPrompt
 from agentcache.recovery.spec import parse_policy
 
 SESSIONS = {
-    ("1", "3 March 2023"): (
-        "Ann adopted the grey cat Miso, and Bob's bike was stolen.",
+    ("1", "2023/03/03"): (
+        ("March 3rd, cat, Miso, bike", {"Pets": "Ann adopted the grey cat Miso.", "Bikes": "Bob's bike was stolen."}),
         [
             "Ann: I finally adopted a cat from the shelter on Mill Road. She is grey, afraid of the vacuum cleaner, and I named her Miso after the soup that I spilled on the form.",
             "Bob: Lovely! I had less luck: my bike was stolen near the station last night, and I walked home for an hour in the rain with two bags of groceries.",
             "Ann: Miso has chosen the laundry basket as her bed. My neighbour Jon will feed her when I am away, he has two cats himself and a key to my door.",
         ],
     ),
-    ("2", "19 March 2023"): (
-        "Miso broke Ann's tomato plants; the police found Bob's bike in the canal.",
+    ("2", "2023/03/19"): (
+        ("March 19th, Miso, tomatoes, bike, police", {"Pets": "Miso broke Ann's tomato plants.", "Bikes": "The police found Bob's bike in the canal."}),
         [
             "Ann: Miso knocked over both of my tomato plants today. The balcony looks like a battlefield, and she slept in the empty pot as if nothing had happened.",
             "Bob: The police found my bike in the canal behind the market hall. The frame is bent like a banana, but the dynamo hub still lights up when I turn the wheel.",
             "Ann: Jon says that the plants may grow again if I tie them to sticks. He gave me twelve sticks of bamboo from his garden and a roll of green string.",
         ],
     ),
-    ("3", "7 April 2023"): (
-        "Ann becomes a gardener in the tropical house; Bob learns to weld from his uncle in Ghent.",
+    ("3", "2023/04/07"): (
+        ("April 7th, botanical garden, welding, Ghent", {"Work": "Ann becomes a gardener in the tropical house.", "Skills": "Bob learns to weld from his uncle in Ghent."}),
         [
             "Ann: I passed the interview at the botanical garden! I start as a junior gardener on the first of May, in the tropical house, with the old head gardener Irma.",
             "Bob: Congratulations! I have news too: my uncle in Ghent teaches me to weld on Saturdays, so that I can repair the frame of my bike before the summer.",
             "Bob: My first seam broke when I sat down on the bike, and my uncle laughed until he cried. The second one holds, he says it looks like a caterpillar.",
         ],
     ),
-    ("4", "9 July 2023"): (
-        "A flood wetted the seeds of the garden; the fans of Bob's uncle dried them, and Irma baked a cake.",
+    ("4", "2023/07/09"): (
+        ("July 9th, flood, seeds, cake", {"Work": "A flood wetted the seeds of the garden; the fans of Bob's uncle dried them.", "Thanks": "Irma baked a cake."}),
         [
             "Ann: We had a flood in the cellar of the garden. All the seed drawers were wet, and I spent a day drying four hundred paper bags on the roof.",
             "Bob: I brought my uncle's big fans on the cargo trailer of my bike, they dry a freshly painted gate in two hours, so the seeds were easy.",
@@ -78,16 +78,21 @@ def words(text: str) -> set[str]:
 class Processor:
     """Finds by shared words what LiCoMemory finds by its graph; the form of the result is LiCoMemory's."""
 
-    async def process_query(self, question: str, time: str) -> dict[str, list]:  # noqa: ARG002
+    async def process_query(self, question: str, question_time: str = "") -> dict[str, list]:  # noqa: ARG002
         """Returns what is known about a question, the best first."""
         asked = words(question)
         turns = [(when, text) for (_, when), (_, texts) in SESSIONS.items() for text in texts]
         best = sorted(turns, key=lambda turn: -len(asked & words(turn[1])))[:7]
         (session, when), (summary, _) = max(SESSIONS.items(), key=lambda item: len(asked & words(" ".join(item[1][1]))))
+        keys, themes = summary
+        context = {}
+        for number, (theme, told) in enumerate(themes.items(), 1):
+            context |= {f"theme_{number}": theme, f"summary_{number}": told}
+        triples = [triple for triple in TRIPLES if asked & words(" ".join(triple))]
         return {
-            "triples": [triple for triple in TRIPLES if asked & words(" ".join(triple))],
-            "chunks": [f"Chunk {rank}: {when} {text}" for rank, (when, text) in enumerate(best, 1)],
-            "summaries": [{"session_id": session, "time": when, "summary": summary}],
+            "triples": [{"src": head, "relation": relation, "tgt": tail} for head, relation, tail in triples],
+            "chunks": [f"{when} {text}" for when, text in best],
+            "summaries": [{"session_id": session, "session_time": when, "keys": keys, "context": context}],
         }
 
 

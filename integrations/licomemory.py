@@ -5,7 +5,7 @@ prompt is not used: there the question comes first and each chunk begins with it
 
 ```
 unit        text                        chunk of its own
-summary     Session 3 (8 May): …        yes
+summary     Session 3 (8 May): …        yes; its keys and themes, a line each
 chunk       8 May Ann: I adopted …      yes; its rank is left out, or stands before it
 triples     (Ann, adopted, Miso); …     no: a short list, seldom the same twice
 ```
@@ -39,7 +39,7 @@ _TRIPLE: Final = (
 class LiCoProcessor(Protocol):
     """What is needed of a `QueryProcessor`."""
 
-    async def process_query(self, question: str, time: str) -> Mapping[str, Any]:
+    async def process_query(self, question: str, time: str, /) -> Mapping[str, Any]:
         """Returns what is known about a question: `triples`, `chunks` and `summaries`."""
 
 
@@ -47,7 +47,8 @@ def result_units(result: Mapping[str, Any], *, ranks: bool = False) -> list[Memo
     """Returns what `process_query` has found as units: summaries, chunks, and the triples as one.
 
     A chunk or a summary is a text, a mapping or an object with a text and perhaps a time; a triple is a sequence of three, a mapping,
-    an object or a text.
+    an object or a text. A summary may have `keys` and a `context` of themes instead of a text, as LiCoMemory's own have; one that
+    LiCoMemory failed to write is left out.
 
     Args:
         result: Of `process_query`.
@@ -56,7 +57,7 @@ def result_units(result: Mapping[str, Any], *, ranks: bool = False) -> list[Memo
     Raises:
         ConfigError: A part is of no such form; names it.
     """
-    units = [_summary(item) for item in _items(result, "summaries")]
+    units = [_summary(item) for item in _items(result, "summaries") if _get(item, "summary_status") != "failed"]
     for rank, item in enumerate(_items(result, "chunks"), 1):
         units.append(MemoryUnit(_chunk(item), label=f"Chunk {rank}:" if ranks else ""))
     triples = sorted({_triple(item) for item in _items(result, "triples")})
@@ -74,19 +75,22 @@ def _items(result: Mapping[str, Any], name: str) -> Iterable[Any]:
     return items
 
 
+def _get(item: Any, name: str) -> Any:
+    """Returns a field of a mapping or an object; None: it has none of that name."""
+    return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
+
+
 def _field(item: Any, names: Sequence[str]) -> str:
     """Returns the first of these fields that a mapping or an object has and that is not empty, or an empty text."""
-    for name in names:
-        value = item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
-        if value not in (None, ""):
-            return str(value)
-    return ""
+    return next((str(value) for name in names if (value := _get(item, name)) not in (None, "")), "")
 
 
-def _text(item: Any, what: str) -> str:
-    text = item if isinstance(item, str) else _field(item, _TEXT)
+def _text(item: Any, what: str, themes: str = "") -> str:
+    text = item if isinstance(item, str) else _field(item, _TEXT) or themes
     if not text.strip():
-        raise ConfigError(f"a {what} without a text: {item!r:.120}; it is a text, or has one of {', '.join(_TEXT)}")
+        form = f"it is a text, or has one of {', '.join(_TEXT)}"
+        form += ", or a context with theme_1, summary_1 and so on" if what == "summary" else ""
+        raise ConfigError(f"a {what} without a text: {item!r:.120}; {form}")
     return text.strip()
 
 
@@ -95,8 +99,22 @@ def _chunk(item: Any) -> str:
     return f"{time} {text}" if time else text
 
 
+def _themes(item: Any) -> str:
+    """Returns a summary's keys and its themes by number, `title: summary`, a line each; empty: it has no such form."""
+    keys, context = _get(item, "keys"), _get(item, "context")
+    lines = [f"Keys: {keys}" if isinstance(keys, str) and keys else ""]
+    if isinstance(context, Mapping):
+        numbers = {name.partition("_")[2] for name in context if name.startswith(("theme_", "summary_"))}
+        for number in sorted(numbers, key=lambda number: (len(number), number)):
+            parts = (context.get(f"theme_{number}"), context.get(f"summary_{number}"))
+            lines.append(": ".join(str(part) for part in parts if part))
+    elif isinstance(context, str):
+        lines.append(context.strip())
+    return "\n".join(filter(None, lines))
+
+
 def _summary(item: Any) -> MemoryUnit:
-    text = _text(item, "summary")
+    text = _text(item, "summary", _themes(item))
     if isinstance(item, str):
         return MemoryUnit(text)
     session, time = _field(item, _SESSION), _field(item, _TIME)
