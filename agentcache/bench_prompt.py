@@ -7,6 +7,7 @@ template's own time, which any client pays, is taken beside each call and is not
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentcache.environment import hardware, versions
-from agentcache.episodes import EpisodeTracker, Renderer
+from agentcache.episodes import EpisodeTracker, Rendered, Renderer
 from agentcache.errors import ConfigError
 from agentcache.events import EventBus
 from agentcache.profiling.datasets import load_dataset
@@ -28,7 +29,7 @@ __all__ = ["STAGES", "bench_prompt", "run"]
 
 STAGES: Final = ("convert", "route", "render", "record", "finish")
 """`convert`: LangChain's messages to dicts. `route`: which episode. `render`: to token ids and spans, beyond the template's own
-time. `record`: the diff, its kind, the version. `finish`: the reply joins the version."""
+time, the replies to splice included. `record`: the diff, its kind, the version. `finish`: the reply joins the version and the episode."""
 
 _REPLY: Final = "I look that up."
 _WARM: Final = 2  # first calls, which are not counted
@@ -105,15 +106,21 @@ class _Call:
         row: dict[str, float] = {}
         chat = _timed(row, "convert", lambda: self._convert(history))
         route = _timed(row, "route", lambda: self._router.route(history, {"thread_id": "bench"}, str(self._count)))
-        head = self._tracker.head("bench")
-        replies = self._tracker.replies(head.version_id) if head else ()
-        prompt = _timed(row, "render", lambda: self._renderer.render(chat, generated=replies))
+        prompt = _timed(row, "render", lambda: self._render(chat))
         made = _timed(row, "record", lambda: self._tracker.record("bench", prompt))
-        _timed(row, "finish", lambda: self._tracker.finish(made.version, self._reply))
+        _timed(row, "finish", lambda: self._finish(route, made.version, AIMessage(_REPLY)))
         _timed(row, "template", lambda: self._tokenizer.apply_chat_template(chat, tokenize=False))
         row["render"] -= row["template"]
-        self._router.ended(route, made.version, AIMessage(_REPLY))
         return row, made.kind.value, len(prompt.token_ids)
+
+    def _render(self, chat: list[dict[str, Any]]) -> Rendered:
+        head = self._tracker.head("bench")
+        replies = self._tracker.replies(head.version_id) if head is not None else ()
+        return self._renderer.render(chat, generated=replies)
+
+    def _finish(self, route: Any, version: str, reply: Any) -> None:
+        self._tracker.finish(version, self._reply)
+        self._router.ended(route, version, reply)
 
 
 def _timed(row: dict[str, float], stage: str, work: Callable[[], Any]) -> Any:
@@ -162,7 +169,7 @@ def run(
     """
     from transformers import AutoTokenizer
 
-    from agentcache.evaluation.provenance import fingerprint
+    from agentcache.evaluation.provenance import fingerprint, spoken_command
 
     folder, known = fingerprint(model)
     dataset = load_dataset(data)
@@ -170,6 +177,7 @@ def run(
     found = bench_prompt(AutoTokenizer.from_pretrained(folder), texts, messages=messages, tokens=tokens, repeats=reps)
     result = {
         "part": "prompt",
+        "command": spoken_command(sys.argv),
         "model": known.name,
         "data": {"name": dataset.name, "hash": dataset.hash},
         **found,

@@ -154,8 +154,10 @@ class Renderer:
         layout = Layout(self._pieces, pieces, ids, splices)
         spans: list[MessageSpan] = []
         boundaries: list[Boundary] = []
+        end, stop = -1, 0  # of the message before, in characters and tokens: most begin there
         for r in ranges:
-            message, start, stop = chat[r.index], layout.token_at(r.start), layout.token_at(r.stop)
+            start = stop if r.start == end else layout.token_at(r.start)
+            message, end, stop = chat[r.index], r.stop, layout.token_at(r.stop)
             kind = BoundaryKind.TOOL_RESULT if message.role == "tool" else BoundaryKind.MESSAGE
             spans.append(MessageSpan(start, stop, message.role, message.content_hash, message.message_id, message.tags))
             boundaries.append(Boundary(kind, start, stop))

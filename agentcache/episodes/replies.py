@@ -45,6 +45,7 @@ class WrittenOrder:
 
     def __init__(self, replies: Sequence[Reply]) -> None:
         self._texts = [reply.text for reply in replies]
+        self._naming: dict[str, list[tuple[str, int]]] = {}
         self._objects = {form: value for reply in replies for form, value in reply.arguments.items()}
 
     def __call__(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -53,13 +54,19 @@ class WrittenOrder:
         if known is not None:
             return known
         words = [value for value in arguments.values() if isinstance(value, str)]
-        for text in self._texts if len(arguments) > 1 else ():
-            start = text.find(name)
-            if start >= 0 and all(word in text for word in words):
-                places = {key: _find_word(text, key, start + len(name)) for key in arguments}
+        for text, stop in self._behind(name) if len(arguments) > 1 else ():
+            if all(word in text for word in words):
+                places = {key: _find_word(text, key, stop) for key in arguments}
                 if min(places.values()) >= 0:
                     return {key: self._value(arguments[key]) for key in sorted(places, key=places.__getitem__)}
         return {key: self._value(arguments[key]) for key in sorted(arguments)}
+
+    def _behind(self, name: str) -> list[tuple[str, int]]:
+        """Returns the replies that hold a name, and where it ends in them."""
+        if name not in self._naming:
+            found = ((text, text.find(name)) for text in self._texts)
+            self._naming[name] = [(text, start + len(name)) for text, start in found if start >= 0]
+        return self._naming[name]
 
     def _value(self, value: Any) -> Any:
         if value is None or isinstance(value, str | bool | int):  # as JSON gives them back

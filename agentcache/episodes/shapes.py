@@ -107,16 +107,15 @@ class Shapes:
         lead, trail = _blanks(content, core)
         for form in self._forms.get(key, ()) if core else ():
             # Templates keep the blanks around a content, or strip it.
-            for first, last in {(lead, trail): None, ("", ""): None}:
+            for first, last in ((lead, trail), ("", "")) if lead or trail else (("", ""),):
                 start = at + len(form.before) + len(first)
                 stop = start + len(core)
-                behind = stop + len(last)
                 if (
-                    text.startswith(form.before + first, at)
-                    and text.startswith(core, start)
+                    text.startswith(core, start)
+                    and text.startswith(form.before + first, at)
                     and text.startswith(last + form.after, stop)
                 ):
-                    place = Place(index, start, stop, verbatim=True)
+                    place, behind = Place(index, start, stop, verbatim=True), stop + len(last)
                     return MessageRange(index, at, behind + form.close, behind + len(form.after), place)
         if message.content_hash not in self._bodies and "tool_calls" in message.values:
             teach(message)
@@ -152,6 +151,8 @@ class Shapes:
 
 def _blanks(content: str, core: str) -> tuple[str, str]:
     """Returns what of a content stands before its stripped self, and what behind."""
+    if len(content) == len(core):
+        return "", ""
     start = content.find(core)
     return content[:start], content[start + len(core) :]
 
