@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ _ASKED: Final[Mapping[str, Any]] = {"role": "user", "content": "."}
 _REPLY: Final[Mapping[str, Any]] = {"role": "assistant", "content": _WORD}
 _CALLS: Final[Mapping[str, Any]] = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 _RESULT: Final[Mapping[str, Any]] = {"role": "tool", "content": _WORD, "tool_call_id": "call00000", "name": "."}
+_CUT: Final = "{" + _WORD  # arguments that are no JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,25 @@ class TemplateCall:
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """The form of tool calls: a missing content as text or None, arguments as values or as JSON text."""
+    """The form of tool calls: a missing content as text or None, arguments as values or as JSON text.
+
+    Attributes:
+        missing: What stands for no content.
+        json_arguments: Whether arguments are JSON text.
+        any_text: Whether they may also be other text: what a model wrote that is no JSON.
+    """
 
     missing: str | None = ""
     json_arguments: bool = False
+    any_text: bool = True
 
 
 class Template:
     """The chat template of a tokenizer.
 
     Templates differ in how a message with tool calls must look (some concatenate its content, some test it for None;
-    some want arguments as JSON text, some iterate over them), so the form that shows the calls is learned once.
+    some want arguments as JSON text, some iterate over them), so the form that shows the calls is learned once. Arguments that a model
+    wrote as no JSON object, e.g. because a limit cut them, are one argument of the name `arguments` where a template takes no text.
 
     Args:
         tokenizer: Applies the template.
@@ -117,21 +126,24 @@ class Template:
             self._dialect = dialect
             text = self._closed([_ASKED, _CALLS])
             if text is not None and _WORD in text:
-                return dialect
+                cut = {**_CALL, "function": {"name": ".", "arguments": _CUT}}
+                shown = self._closed([_ASKED, {**_CALLS, "tool_calls": [cut]}])
+                return replace(dialect, any_text=shown is not None and _CUT in shown)
         return _Dialect()
 
     def _values(self, message: ChatMessage) -> dict[str, Any]:
         calls = message.values.get("tool_calls")
         missing = self._dialect.missing if calls else ""
         values = {**message.values, "content": missing if message.content is None else message.content}
-        if calls and self._dialect.json_arguments:
-            values["tool_calls"] = [{**call, "function": _as_json(call["function"])} for call in calls]
+        if calls and (self._dialect.json_arguments or not self._dialect.any_text):
+            values["tool_calls"] = [{**call, "function": self._function(call["function"])} for call in calls]
         return values
 
-
-def _as_json(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {
-        **function,
-        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-    }
+    def _function(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a called function with its arguments in the form that the template takes."""
+        arguments = function["arguments"]
+        if isinstance(arguments, str) and not self._dialect.any_text:
+            arguments = {"arguments": arguments}
+        if not isinstance(arguments, str) and self._dialect.json_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**function, "arguments": arguments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -172,6 +173,20 @@ def test_the_order_of_tools_and_arguments_does_not_change_the_prompt(name: str) 
     as_text[2]["tool_calls"][0]["function"]["arguments"] = '{"q": "item 7", "n": 3}'
     assert m.render(as_text).token_ids.tolist() == one.tolist()
     assert m.render(chat).text.count("item 7") >= 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_conversation_goes_on_after_a_call_that_was_cut(name: str) -> None:
+    m, chat = model(name), conversation(name)
+    cut = '{"q": "item seven'
+    chat[2]["tool_calls"][0]["function"]["arguments"] = cut
+    answered = m.render(chat)
+    shown = cut if cut in answered.text else json.dumps(cut)[1:-1]
+    assert answered.text.count(shown) == 1
+    assert [span.role for span in answered.spans[-5:]] == ["user", "assistant", "tool", "assistant", "user"]
+    del chat[3:5]  # a call that is no call has no result
+    assert m.render(chat).text.count(shown) == 1
+    assert [span.role for span in m.render(chat).spans[-3:]] == ["user", "assistant", "user"]
 
 
 @pytest.mark.parametrize("name", DATED)
