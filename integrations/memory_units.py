@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -102,7 +102,7 @@ class MemoryPrompt:
 
 
 class UnitOrder:
-    """The order in which units were first seen. A unit keeps its place when its text is revised."""
+    """The order in which units were first seen. A unit keeps its place when its text is revised; texts of one key share a place."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -112,14 +112,15 @@ class UnitOrder:
         once = list({unit.text: unit for unit in units}.values())
         for unit in once:
             self._places.setdefault(unit.name, len(self._places))
-        return tuple(sorted(once, key=lambda unit: (not unit.encoded, self._places[unit.name])))
+        return tuple(sorted(once, key=lambda unit: (not unit.encoded, self._places[unit.name], unit.text)))
 
 
 class UnitChunks:
     """The chunks of memory units, a bounded number of them.
 
     A text is encoded when it is first seen. A unit whose text is revised drops its old chunk and gets a new one; all others stay
-    as they are. Beyond the bound, chunks that were not asked for the longest are dropped.
+    as they are. Units of one key that come together are no revisions of each other: each keeps its chunk from then on. Beyond the
+    bound, chunks that were not asked for the longest are dropped.
 
     Args:
         cache: Encodes them: an `AgentCache` for `take`, an `AsyncAgentCache` for `atake`.
@@ -146,6 +147,7 @@ class UnitChunks:
         self._lock, self._turn = Lock(), asyncio.Lock()
         self._chunks: OrderedDict[str, set[str]] = OrderedDict()  # names of units by chunk, the last used at the end
         self._of_unit: dict[str, str] = {}
+        self._ambiguous: set[str] = set()  # keys that units with different texts had at once
         self._lengths: dict[str, int] = {}
 
     def take(self, units: Iterable[MemoryUnit]) -> list[str]:
@@ -183,6 +185,8 @@ class UnitChunks:
     def _worth(self, units: Iterable[MemoryUnit]) -> list[MemoryUnit]:
         """Returns the units that get a chunk, in their order."""
         found = [unit for unit in units if unit.encoded and self._length(unit.text) > MIN_SPAN]
+        counts = Counter(name for name, _ in {(unit.name, unit.text) for unit in found})
+        self._ambiguous |= {name for name, count in counts.items() if count > 1}
         longest = sorted(found, key=lambda unit: -self._length(unit.text))[:MOST_SOURCES]
         return [unit for unit in found if unit in longest]
 
@@ -199,12 +203,13 @@ class UnitChunks:
             self.reused += 1
         else:
             self.encoded += 1
-        self._chunks.setdefault(chunk, set()).add(unit.name)
+        name = unit.text if unit.name in self._ambiguous else unit.name
+        self._chunks.setdefault(chunk, set()).add(name)
         self._chunks.move_to_end(chunk)
-        before = self._of_unit.get(unit.name, chunk)
+        before = self._of_unit.get(name, chunk)
         if before != chunk and before in self._chunks:
-            self._chunks[before].discard(unit.name)
-        self._of_unit[unit.name] = chunk
+            self._chunks[before].discard(name)
+        self._of_unit[name] = chunk
         return chunk
 
     def _superfluous(self, needed: Sequence[str]) -> list[str]:

@@ -97,6 +97,12 @@ def test_two_prompts_never_exchange_two_units(queries: list[list[str]]) -> None:
             assert both == [key for key in second if key in first]
 
 
+def test_texts_of_one_key_never_exchange_their_places() -> None:
+    order = UnitOrder()
+    first, second = (MemoryUnit(text, key="a") for text in ("one", "two"))
+    assert order.arrange([second, *units("b"), first]) == order.arrange([first, *units("b"), second])
+
+
 def test_memory_comes_after_earlier_turns_and_before_the_question() -> None:
     history = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     messages = MemoryPrompt(system="Be brief.").render(units("a"), "Who?", history)
@@ -133,6 +139,17 @@ def test_a_revised_unit_gets_one_new_chunk_and_loses_the_old_one() -> None:
     chunks.take([*units("a"), MemoryUnit(long("b, evolved"), key="b"), *units("c")])
     assert cache.encodings[3:] == [long("b, evolved")]
     assert cache.drops == ["chunk-2"] and len(chunks) == 3
+
+
+def test_units_of_one_key_that_come_together_keep_their_chunks() -> None:
+    cache = FakeCache()
+    chunks = UnitChunks(cache)  # type: ignore[arg-type]
+    first, second = (MemoryUnit(long(text), key="a") for text in ("one", "two"))
+    ids = chunks.take([first, second])
+    for alone in ([*units("b")], [first], [second], [*units("b"), first]):
+        chunks.take(alone)
+    assert chunks.take([second, first]) == ids[::-1]
+    assert cache.drops == [] and cache.encodings == [first.text, second.text, long("b")]
 
 
 def test_a_text_that_two_units_share_stays_until_both_have_another() -> None:
