@@ -1,8 +1,9 @@
 """A-Mem (*A-Mem: Agentic Memory for LLM Agents*): the notes that it retrieves, as memory units whose KV is reused.
 
 Any `AgenticMemorySystem` fits that has `find_related_memories_raw(query, k)`: that of PyPI's `a-mem`, and those of the authors'
-repositories. Its text, one note a line that begins with `talk start time:`, is taken as it is. Adding a note may rewrite the context
-and the tags of its neighbours: such a note is the same unit with another text, and it alone is encoded again.
+repositories. Its text, one note a line that begins with `talk start time:`, is taken as it is; tabs stand between a note's parts, or
+nothing. Adding a note may rewrite the context and the tags of its neighbours: such a note is the same unit with another text, and it
+alone is encoded again.
 """
 
 from __future__ import annotations
@@ -19,30 +20,43 @@ from agentcache.reply import Reply
 __all__ = ["AMemMemory", "AMemSystem", "note_units"]
 
 _NOTE = re.compile(r"^(?=talk start time:)", re.MULTILINE)
-_EVOLVES = "\tmemory context:"
+_EVOLVES = "memory context:"
 """What begins the part of a note that evolution rewrites."""
 
 
 class AMemSystem(Protocol):
     """What is needed of an `AgenticMemorySystem`."""
 
-    def find_related_memories_raw(self, query: str, k: int = 5) -> str:
-        """Returns the notes nearest to a query, and those that they link to, one a line."""
+    def find_related_memories_raw(self, query: str, k: int = 5) -> str | list[Any]:
+        """Returns the notes nearest to a query, and those that they link to, one a line; an empty text or list: it has none."""
 
 
-def note_units(raw: str) -> list[MemoryUnit]:
+def note_units(raw: str | list[Any]) -> list[MemoryUnit]:
     """Returns the notes of `find_related_memories_raw`'s text; a note that comes twice, as a hit and as a link, comes once.
 
+    Args:
+        raw: The text, or the empty list that one of the repositories gives while it has no note.
+
     Raises:
-        ConfigError: The text does not begin with a note.
+        ConfigError: It is neither, or does not begin with a note.
     """
+    if raw == []:
+        return []
+    if not isinstance(raw, str):
+        raise ConfigError(f"find_related_memories_raw gave {raw!r:.60}; it must be a text, or an empty list")
     texts = [text.rstrip("\n") for text in _NOTE.split(raw) if text.strip()]
     if texts and not texts[0].startswith("talk start time:"):
         raise ConfigError(
             f"find_related_memories_raw gave {texts[0][:60]!r}: a note begins with 'talk start time:'. Pass the text of an A-Mem "
             "system, or make the units yourself: MemoryUnit(text, key=...)"
         )
-    return [MemoryUnit(text, key=text.partition(_EVOLVES)[0]) for text in dict.fromkeys(texts)]
+    return [MemoryUnit(text, key=_key(text)) for text in dict.fromkeys(texts)]
+
+
+def _key(text: str) -> str:
+    """Returns what evolution leaves of a note: its time and content."""
+    kept, tabs, _ = text.partition(f"\t{_EVOLVES}")
+    return kept if tabs else text.partition(_EVOLVES)[0]
 
 
 @dataclass(slots=True, kw_only=True)

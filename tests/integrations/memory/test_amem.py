@@ -15,6 +15,7 @@ from agentcache.integrations.memory_units import UnitChunks
 from agentcache.labels import count_labels
 from agentcache.report import build_report, read_log
 from tests.integrations.memory.dialogue import TURNS, Writer, note
+from tests.integrations.memory.test_memory_units import FakeCache, long
 
 RAW = (
     "talk start time:9 March\tmemory content: Ann has a cat.\nIt is grey.\tmemory context: pets\tmemory keywords: ['cat']\tmemory tags: []\n"
@@ -32,13 +33,69 @@ def test_a_note_that_comes_again_as_a_link_comes_once() -> None:
     assert note_units(RAW + RAW.splitlines(keepends=True)[2]) == note_units(RAW)
 
 
-def test_no_notes_are_no_units() -> None:
-    assert note_units("") == []
+@pytest.mark.parametrize("raw", ["", []])
+def test_no_notes_are_no_units(raw: Any) -> None:
+    assert note_units(raw) == []
 
 
-def test_text_that_is_no_note_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a note begins with 'talk start time:'"):
-        note_units("Sorry, nothing found.")
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("Sorry, nothing found.", "a note begins with 'talk start time:'"),
+        (["a note"], "it must be a text, or an empty list"),
+        (None, "it must be a text, or an empty list"),
+    ],
+)
+def test_what_is_no_note_is_refused(raw: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        note_units(raw)
+
+
+class PlainSystem:
+    """Writes notes as the authors' first repository does: an empty list when there is none, and no tabs."""
+
+    def __init__(self) -> None:
+        self.notes: list[dict[str, Any]] = []
+
+    def find_related_memories_raw(self, query: str, k: int = 5) -> Any:
+        names = {"time": "talk start time:", "content": "memory content: ", "context": "memory context: "}
+        names |= {"keywords": "memory keywords: ", "tags": "memory tags: "}
+        lines = ["".join(f"{names[name]}{value}" for name, value in note.items()) for note in self.notes[:k]]
+        return "".join(f"{line}\n" for line in lines) or []
+
+    def add(self, content: str, context: str) -> dict[str, Any]:
+        note = {"time": "202303030910", "content": content, "context": context, "keywords": ["cat"], "tags": []}
+        self.notes.append(note)
+        return note
+
+
+def test_a_system_without_notes_is_asked_without_notes() -> None:
+    memory = AMemMemory(cache=FakeCache(policy="direct_reuse"), system=PlainSystem())  # type: ignore[arg-type]
+    request = memory.request(memory.retrieve(CAT), CAT)
+    assert request.units == () and request.messages == [{"role": "user", "content": CAT}]
+
+
+def test_a_note_without_tabs_that_evolves_is_the_same_unit() -> None:
+    system, cache = PlainSystem(), FakeCache(policy="direct_reuse")
+    memory = AMemMemory(cache=cache, system=system)  # type: ignore[arg-type]
+    cat, _ = (system.add(f"Speaker {name}says : {long(name)}", "A chat.") for name in ("Ann", "Bob"))
+    before = memory.request(memory.retrieve(CAT), CAT)
+    cat |= {"context": "Ann and the memory context: of her cat", "tags": ["pets"]}
+    system.notes.reverse()
+    after = memory.request(memory.retrieve(CAT), CAT)
+    assert [unit.key for unit in after.units] == [unit.key for unit in before.units], "it keeps its place"
+    assert after.sources[1] == before.sources[1] and cache.drops == before.sources[:1]
+    assert cache.encodings[2:] == [after.units[0].text] and "of her cat" in after.units[0].text
+
+
+def test_two_notes_of_one_time_and_content_keep_their_chunks() -> None:
+    system, cache = PlainSystem(), FakeCache(policy="direct_reuse")
+    memory = AMemMemory(cache=cache, system=system)  # type: ignore[arg-type]
+    twins = [system.add(long("Speaker Annsays : Good night."), context) for context in ("A farewell.", "Bed time.")]
+    for notes in (twins, [], twins[:1], twins[1:], twins[::-1]):
+        system.notes = [*notes]
+        memory.request(memory.retrieve(CAT), CAT)
+    assert len(cache.encodings) == 2 and cache.drops == []
 
 
 # -- on an engine ------------------------------------------------------------------------------------------------------
