@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final
 
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
 from langgraph.errors import GraphBubbleUp
 
 from agentcache.cache import AgentCache
@@ -18,6 +18,7 @@ from agentcache.engine.embedded import AsyncAgentCache
 __all__ = ["ToolPauses", "pause_at_tool_calls"]
 
 _OPEN: Final = 4096  # replies whose tools have begun to end
+_Calls = tuple[str, tuple[str, ...]]  # a reply: its episode, and the ids of its calls
 
 
 def pause_at_tool_calls(cache: AgentCache | AsyncAgentCache, episode: str, message: BaseMessage | None) -> None:
@@ -29,13 +30,13 @@ def pause_at_tool_calls(cache: AgentCache | AsyncAgentCache, episode: str, messa
 class ToolPauses:
     """Follows the tools of replies, which end in any order on any thread. Thread-safe.
 
-    An episode gets its resume hint when all tools of a reply but one have ended and that one runs. A tool that asks a human
-    pauses the episode again, under the same key.
+    An episode gets its resume hint when all calls of a reply but one have an answer and the tool of that one runs. A tool that asks a
+    human pauses the episode again, under the same key.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._replies: OrderedDict[tuple[str, tuple[str, ...]], _Reply] = OrderedDict()
+        self._replies: OrderedDict[_Calls, _Reply] = OrderedDict()
 
     @contextlib.contextmanager
     def running(self, cache: AgentCache | AsyncAgentCache, call: ToolCall, state: Any) -> Iterator[None]:
@@ -46,12 +47,13 @@ class ToolPauses:
             call: That the tool answers.
             state: Of the graph; its messages say which reply and which episode the call belongs to.
         """
-        found = _reply_of(call, state)
-        if found is None:
+        origin = _reply_of(call, state)
+        if origin is None:
             yield
             return
+        found, answered = origin
         key, episode = _key(call), cache.episode(found[0])
-        self._hint(episode, self._began(found, key))
+        self._hint(episode, self._began(found, key, answered))
         try:
             yield
         except GraphBubbleUp:
@@ -67,20 +69,21 @@ class ToolPauses:
         if last is not None:
             episode.resume_hint(last)
 
-    def _began(self, reply: tuple[str, tuple[str, ...]], key: str) -> str | None:
+    def _began(self, reply: _Calls, key: str, answered: Set[str]) -> str | None:
         with self._lock:
             known = self._replies.setdefault(reply, _Reply())
             while len(self._replies) > _OPEN:
                 self._replies.popitem(last=False)
+            known.ended |= answered - {key}
             known.running.add(key)
             return known.last(reply[1])
 
-    def _stopped(self, reply: tuple[str, tuple[str, ...]], key: str) -> None:
+    def _stopped(self, reply: _Calls, key: str) -> None:
         with self._lock:
             if reply in self._replies:
                 self._replies[reply].running.discard(key)
 
-    def _ended(self, reply: tuple[str, tuple[str, ...]], key: str) -> str | None:
+    def _ended(self, reply: _Calls, key: str) -> str | None:
         with self._lock:
             known = self._replies.setdefault(reply, _Reply())
             known.running.discard(key)
@@ -107,12 +110,21 @@ def _key(call: ToolCall) -> str:
     return call["id"] or call["name"]
 
 
-def _reply_of(call: ToolCall, state: Any) -> tuple[str, tuple[str, ...]] | None:
-    """Returns the episode and all call ids of the reply that made a call; the chat model leaves the former in its metadata."""
+def _reply_of(call: ToolCall, state: Any) -> tuple[_Calls, frozenset[str]] | None:
+    """Returns the reply that made a call, and the ids of the calls that were answered since.
+
+    The chat model leaves the reply's episode in its metadata. A human who rejects a call, or a tool that ran in an earlier step, has
+    answered it.
+    """
+    answered: set[str] = set()
     for message in reversed(_messages(state)):
-        if isinstance(message, AIMessage) and any(known["id"] == call["id"] for known in message.tool_calls):
+        if isinstance(message, ToolMessage):
+            answered.add(message.tool_call_id)
+        elif isinstance(message, AIMessage) and any(known["id"] == call["id"] for known in message.tool_calls):
             episode = (message.response_metadata.get("agentcache") or {}).get("episode")
-            return None if episode is None else (episode, tuple(_key(known) for known in message.tool_calls))
+            if episode is None:
+                return None
+            return (episode, tuple(_key(known) for known in message.tool_calls)), frozenset(answered)
     return None
 
 

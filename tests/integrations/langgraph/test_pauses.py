@@ -13,7 +13,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain.agents.structured_output import ToolStrategy
 from langchain_core.language_models import FakeListChatModel
-from langchain_core.messages import HumanMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import BaseTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -220,6 +220,20 @@ def test_an_interrupt_pauses_what_waits_and_a_resume_hints(cache: AsyncAgentCach
     assert {event.episode for event in heard} == {"t1"} and not handler._threads
 
 
+def test_of_two_calls_one_of_which_a_human_rejects_the_other_brings_the_hint(
+    cache: AsyncAgentCache, heard: list[Any]
+) -> None:
+    agentcache = AgentCacheMiddleware()
+    middleware = [HumanInTheLoopMiddleware({"look": True}), agentcache]
+    agent = create_agent(
+        model(cache, tool_calls("a", "b"), "ok"), [look], middleware=middleware, checkpointer=InMemorySaver()
+    )
+    ask(agent)
+    ask(agent, Command(resume={"decisions": [{"type": "reject"}, {"type": "approve"}]}))
+    assert told(heard) == [("pause", "a"), ("pause", "b"), ("hint", "b")]
+    assert not agentcache._pauses._replies
+
+
 async def test_interrupts_of_asynchronous_runs_are_heard_too(cache: AsyncAgentCache, heard: list[Any]) -> None:
     m = model(cache, tool_calls("c1"), "ok")
     middleware = [HumanInTheLoopMiddleware({"look": True})]
@@ -343,6 +357,21 @@ def test_a_model_of_another_kind_is_left_alone_with_a_warning_or_refused() -> No
 def test_a_bound_model_is_a_supported_one(cache: AsyncAgentCache) -> None:
     middleware = AgentCacheMiddleware(unsupported_model_behavior="raise")
     assert middleware._supports(model(cache).bind(stop=["x"]).with_config(tags=["y"]))
+
+
+def test_tools_that_run_one_step_after_the_other_end_in_one_place(cache: AsyncAgentCache, heard: list[Any]) -> None:
+    reply = tool_calls("a", "b")
+    reply.response_metadata["agentcache"] = {"episode": "e"}
+    pauses, messages = ToolPauses(), [HumanMessage("go"), reply]
+    for call in reply.tool_calls:
+        with pauses.running(cache, call, messages):
+            assert told(heard) == ([("hint", "b")] if call["id"] == "b" else [])
+        messages = [*messages, ToolMessage("found", tool_call_id=call["id"])]
+    assert not pauses._replies
+    # Another process runs the second.
+    del heard[:], messages[-1]
+    with ToolPauses().running(cache, reply.tool_calls[1], messages):
+        assert told(heard) == [("hint", "b")]
 
 
 def test_a_tool_call_of_another_models_reply_is_not_followed(cache: AsyncAgentCache, heard: list[Any]) -> None:
