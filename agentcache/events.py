@@ -40,6 +40,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+_LINE_START = b'{"schema":'
 EventKind = Literal["prompt_revised", "reply_ended", "kv_paused", "kv_resumed", "quality_checked", "policy_fell_back"]
 
 
@@ -382,8 +383,7 @@ class JsonlEventLog:
         if size == 0:
             return
         self._file.seek(0)
-        start = b'{"schema":'
-        if self._file.read(len(start)) != start[: min(size, len(start))]:
+        if self._file.read(len(_LINE_START)) != _LINE_START[:size]:
             raise ConfigError(f"{self.path} is not an event log; choose another file for `events`")
         end = _line_start(self._file, size)
         if end < size:
@@ -392,20 +392,25 @@ class JsonlEventLog:
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """Yields the events of a log, each validated.
+    """Yields the events of a log, each validated. A last line that a crash cut short, or that is being written, is left out.
 
     Raises:
         ConfigError: A line is not an event of this schema; names the line.
     """
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                values = json.loads(line)
+                values = json.loads(line.decode())
                 if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA_VERSION:
                     raise ValueError(f"it needs schema {SCHEMA_VERSION}")
-                yield _EVENT.validate_python(values)
+                event = _EVENT.validate_python(values)
             except (ValueError, ValidationError) as error:
+                no_json = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+                if no_json and not line.endswith(b"\n") and line.startswith(_LINE_START[: len(line)]):
+                    logger.warning("%s: left out a last line that is cut short, %d bytes", path, len(line))
+                    return
                 raise ConfigError(f"{path}, line {number} is not an event of agentcache: {error}") from error
+            yield event
 
 
 def _line_start(file: Any, size: int, chunk: int = 1 << 16) -> int:

@@ -253,6 +253,45 @@ def test_a_last_line_that_a_crash_cut_short_is_removed(tmp_path, cut, caplog):
     assert "cut short" in caplog.text
 
 
+def test_a_last_line_that_is_cut_short_anywhere_is_not_read(tmp_path, caplog):
+    path = tmp_path / "events.jsonl"
+    with JsonlEventLog(path) as log:
+        log(PAUSED)
+        log(REVISED)  # its episode has a character of two bytes
+    first, last = path.read_bytes().splitlines(keepends=True)
+    for cut in range(1, len(last) - 1):
+        path.write_bytes(first + last[:cut])
+        assert list(read_events(path)) == [PAUSED]
+        assert f"cut short, {cut} bytes" in caplog.text
+
+
+def test_a_log_of_nothing_but_a_cut_line_has_no_events(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"sch')
+    assert list(read_events(path)) == []
+
+
+def test_a_last_line_that_is_whole_is_read_though_its_end_is_missing(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with JsonlEventLog(path) as log:
+        log(PAUSED)
+        log(RESUMED)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(read_events(path)) == [PAUSED, RESUMED]
+
+
+@pytest.mark.parametrize(
+    "last", [b"notes of mine", b'{"event":"kv_paused"', b'{"schema":2,"event":"x"}', b'{"schema":1,"event":"\xff"}\n']
+)
+def test_a_last_line_that_is_no_cut_event_is_named(tmp_path, last):
+    path = tmp_path / "events.jsonl"
+    with JsonlEventLog(path) as log:
+        log(PAUSED)
+    path.write_bytes(path.read_bytes() + last)
+    with pytest.raises(ConfigError, match="line 2 is not an event"):
+        list(read_events(path))
+
+
 def test_a_log_of_nothing_but_a_cut_line_starts_again(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"schema":1,"eve')
