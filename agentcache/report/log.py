@@ -94,6 +94,9 @@ def entries_of(events: Iterable[Event]) -> list[Entry]:
     for event in events:
         episode = episodes.setdefault(event.episode, _Episode())
         match event:
+            case PromptRevised() if event.version in entries:
+                # A later process has opened the episode again. What the first one told stays, and the pause goes on.
+                episode.newest = event.version
             case PromptRevised():
                 entries[event.version] = Entry(event, pauses=episode.take(event.time_s))
                 episode.newest = event.version

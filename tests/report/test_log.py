@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import ConfigError
-from agentcache.events import JsonlEventLog, KVResumed, PolicyFellBack, ReplyEnded
+from agentcache.events import JsonlEventLog, KVPaused, KVResumed, PolicyFellBack, ReplyEnded
 from agentcache.report.log import Pause, entries_of, read_log
-from tests.report.logs import EDIT, events, revised
+from agentcache.types import RevisionKind
+from tests.report.logs import EDIT, FIRST, T0, ended, events, revised
 
 
 def test_versions_come_in_the_order_in_which_they_were_recorded() -> None:
@@ -48,6 +49,22 @@ def test_a_fall_back_stands_with_the_newest_version_of_its_episode() -> None:
     fall = PolicyFellBack(scope="episode", episode="e", policy="p", reason="a KL of 3")
     entries = entries_of([revised("x", None, 9, episode="e"), fall, revised("y", "x", 9, episode="e")])
     assert [entry.falls for entry in entries] == [(fall,), ()]
+
+
+def test_a_version_that_a_later_process_opens_again_is_the_one_that_it_was() -> None:
+    first = [revised("v1", None, 200), ended("v1", recovery=FIRST)]
+    pause = KVPaused(episode="thread-1", key="v1", version="v1", reason="the reply ended", time_s=T0 + 1)
+    again = revised("v1", None, 203, kind=RevisionKind.FIRST, labels=(), time_s=T0 + 60)
+    turn = revised("v2", "v1", 206, [(0, 0, 40)], old_len=203, time_s=T0 + 61)
+    assert entries_of([*first, pause, again]) == entries_of(first)
+    known, later = entries_of([*first, pause, again, turn])
+    assert known == entries_of(first)[0] and known.ended is not None
+    assert later.revised.parent == "v1" and later.pauses == (Pause("v1", "the reply ended", 60.0),)
+
+
+def test_a_fork_that_is_opened_again_keeps_its_parent() -> None:
+    fork = [revised("v1", None, 9, episode="a"), revised("f1", "v1", 9, [(0, 0, 4)], old_len=9, episode="b")]
+    assert entries_of([*fork, revised("f1", None, 9, episode="b", kind=RevisionKind.FIRST)]) == entries_of(fork)
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
