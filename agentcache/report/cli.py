@@ -30,7 +30,8 @@ def report(
     if not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
     built = build_report(read_log(events))
-    out.write_text(render_page(built, title=title or events.name), encoding="utf-8")
+    # Ids are whatever a framework had, and half of a surrogate pair is no text.
+    out.write_text(render_page(built, title=title or events.name), encoding="utf-8", errors="replace")
     totals = built.totals
     Console().print(
         f"wrote {out}: {totals.versions:,} versions, {totals.saved_tokens:,} tokens reused behind an edit",

@@ -106,6 +106,23 @@ def test_the_command_writes_the_page(log: Path, tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8") == page_of()
 
 
+def test_the_command_takes_the_log_of_a_process_that_is_still_running(log: Path, tmp_path: Path) -> None:
+    log.write_bytes(log.read_bytes() + b'{"schema":1,"event":"prompt_rev')
+    out = tmp_path / "page.html"
+    code, output = run(log, "-o", out)
+    assert code == 0, output
+    assert out.read_text(encoding="utf-8") == page_of()
+
+
+def test_the_command_takes_ids_that_are_no_text(tmp_path: Path) -> None:
+    with JsonlEventLog(tmp_path / "run.jsonl") as log:
+        log(revised("v1", None, 9, episode="thread-\ud83d", labels=("tool:call_\ud83d",)))
+    out = tmp_path / "page.html"
+    code, output = run(tmp_path / "run.jsonl", "-o", out)
+    assert code == 0, output
+    assert "thread-?" in out.read_text(encoding="utf-8")
+
+
 def test_the_command_refuses_a_folder_that_is_not_there(log: Path, tmp_path: Path) -> None:
     code, output = run(log, "-o", tmp_path / "none" / "page.html")
     assert code == 2 and "there is no folder" in output
