@@ -23,6 +23,8 @@ _REMEMBERED: Final = 512  # versions of an episode that a checkpoint may name
 _MOST_THREADS: Final = 10_000  # threads that are remembered; one that is not begins with its episode's head
 _SAME: Final = 0.5  # share of text in common that makes a subgraph's prompt the next of an episode
 _LONGEST_ID: Final = 200
+_RETIRED_AT_ONCE: Final = 16  # episodes without a thread that are looked at when one begins
+_MARKS: Final = re.compile("[/~\ud800-\udfff]")  # what parts of an episode's id begin with, and what is no text
 # LangChain's id of a reply that has none of its own holds the id of its run.
 _RUN_ID: Final = re.compile(r"lc_run-{1,2}([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 
@@ -63,10 +65,10 @@ class Place:
         config = var_child_runnable_config.get() or {}
         checkpoints = (config.get("configurable") or {}).get("checkpoint_map") or {}
         return cls(
-            thread=None if thread is None else str(thread),
+            thread=None if thread in (None, "") else str(thread),
             namespace=namespace,
             path=path,
-            nodes="/".join(segment.partition(":")[0] for segment in segments),
+            nodes="/".join(_escaped(segment.partition(":")[0]) for segment in segments),
             step=int(metadata.get("langgraph_step") or 0),
             checkpoint=str(checkpoints.get(path) or ""),
             outer=str(checkpoints.get("|".join(segments[:-1])) or "") if segments else "",
@@ -110,6 +112,7 @@ class Line:
         outer: The checkpoint of the graph around it, the last time.
         calls_tools: Whether its last reply did.
         last: Number of its last call among all calls.
+        forgotten: Whether its thread was forgotten.
     """
 
     def __init__(self, episode: str) -> None:
@@ -118,6 +121,7 @@ class Line:
         self.outer = ""
         self.calls_tools = False
         self.last = 0
+        self.forgotten = False
         self._versions: deque[_Version] = deque(maxlen=_REMEMBERED)
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._run = Place()
@@ -205,7 +209,7 @@ class Lines:
     """All lines of one cache. Not thread-safe.
 
     Args:
-        most_runs: Lines without a thread, and of one subgraph in one thread, that are kept.
+        most_runs: Lines without a thread, and of one subgraph in one thread, that are kept beside those with an open call.
     """
 
     def __init__(self, most_runs: int) -> None:
@@ -236,18 +240,26 @@ class Lines:
         choice.line._calls.add(call)
         self._open[call] = choice
 
-    def end(self, call: Any, version: str | None, reply: BaseMessage | None) -> None:
-        """Ends a call, with the version that it has created if it has one."""
+    def end(self, call: Any, version: str | None, reply: BaseMessage | None) -> tuple[str, ...]:
+        """Ends a call, with the version that it has created if it has one.
+
+        Returns:
+            The id of its line when that was forgotten meanwhile and nothing has begun it anew: the call may have.
+        """
         choice = self._open.pop(call, None)
         if choice is None:
-            return
-        choice.line._calls.discard(call)
+            return ()
+        line = choice.line
+        line._calls.discard(call)
         if version is not None and reply is not None:
-            choice.line.add(version, choice.prompt.then(reply), choice.place.checkpoint)
-            choice.line.calls_tools = isinstance(reply, AIMessage) and bool(reply.tool_calls)
+            line.add(version, choice.prompt.then(reply), choice.place.checkpoint)
+            line.calls_tools = isinstance(reply, AIMessage) and bool(reply.tool_calls)
             for key in (call.attributes.get("run_id"), _reply_key(reply)):
                 if key is not None:
-                    self._replies[key] = choice.line
+                    self._replies[key] = line
+        if not line.forgotten or line.episode in self.episodes(choice.place.thread or ""):
+            return ()
+        return (line.episode,)
 
     def episodes(self, thread: str) -> tuple[str, ...]:
         """Returns the ids of a thread's lines."""
@@ -266,9 +278,12 @@ class Lines:
 
     def forget(self, thread: str) -> tuple[str, ...]:
         """Removes a thread and returns the ids of its lines; one of an earlier process has the id of its thread."""
-        known = self.episodes(thread)
-        self._threads.pop(thread, None)
-        return known if known else (_episode_id(thread, "", 0),)
+        gone = [line for nodes in self._threads.pop(thread, {}).values() for line in nodes.lines]
+        for line in gone:
+            line.forgotten = True
+        if gone or not thread:
+            return tuple(line.episode for line in gone)
+        return (_episode_id(thread, "", 0),)
 
     def retire(self) -> tuple[str, ...]:
         """Returns the ids of the lines that were removed since the last call to make room."""
@@ -280,9 +295,13 @@ class Lines:
         if known is not None and not known.open and known.episode in self._runs:
             self._runs.move_to_end(known.episode)
             return known
+        for _ in range(min(len(self._runs) + 1 - self._most, len(self._runs), _RETIRED_AT_ONCE)):
+            name, oldest = self._runs.popitem(last=False)
+            if oldest.open:
+                self._runs[name] = oldest
+            else:
+                self._retired.append(name)
         line = self._runs[f"run-{run}"] = Line(f"run-{run}")
-        while len(self._runs) > self._most:
-            self._retired.append(self._runs.popitem(last=False)[0])
         return line
 
     def _thread_line(self, place: Place, messages: Sequence[BaseMessage], prompt: Fingerprint) -> Line:
@@ -299,14 +318,13 @@ class Lines:
             free = [line for line in _recent(elsewhere) if self._goes_on(line, messages, prompt)]
         if free:
             return free[0] if len(free) == 1 else max(free, key=lambda line: line.best(prompt).score)
+        idle = [line for line in nodes.lines if not line.open]
+        for oldest in idle[: max(len(nodes.lines) + 1 - self._most, 0)]:
+            nodes.lines.remove(oldest)
+            self._retired.append(oldest.episode)
         line = Line(_episode_id(place.thread, place.nodes, nodes.count))
         nodes.lines.append(line)
         nodes.count += 1
-        if len(nodes.lines) > self._most:
-            oldest = next((n for n in nodes.lines if not n.open), None)
-            if oldest is not None:
-                nodes.lines.remove(oldest)
-                self._retired.append(oldest.episode)
         return line
 
     def _goes_on(self, line: Line, messages: Sequence[BaseMessage], prompt: Fingerprint) -> bool:
@@ -343,7 +361,12 @@ def _reply_key(message: BaseMessage) -> str | None:
 
 
 def _episode_id(thread: str, nodes: str, number: int) -> str:
-    whole = thread + (f"/{nodes}" if nodes else "") + (f"~{number}" if number else "")
+    """Returns the id of a thread's line, which no other line has, whatever the thread is called."""
+    whole = _escaped(thread) + (f"/{nodes}" if nodes else "") + (f"~{number}" if number else "")
     if len(whole) <= _LONGEST_ID:
         return whole
     return f"{whole[: _LONGEST_ID - 33]}-{blake2b(whole.encode(), digest_size=16).hexdigest()}"
+
+
+def _escaped(name: str) -> str:
+    return _MARKS.sub(lambda mark: f"~{ord(mark[0]):x};", name)

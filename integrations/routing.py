@@ -43,6 +43,7 @@ class Route:
         attributes: Kept with the version: thread, node, namespace and checkpoint.
         options: What a middleware or node wrapper asks for, e.g. `policy`; what the call itself says comes before it.
         reason: Why it belongs to no episode, or why `parent` is not the head.
+        of_run: Whether the episode is that of a run without a thread: no earlier process can have begun it.
         version: Id of the version that the call created, once it has finished.
         message: The reply, once it has finished.
         router: That made it.
@@ -53,6 +54,7 @@ class Route:
     attributes: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    of_run: bool = False
     version: str | None = None
     message: BaseMessage | None = None
     router: Router | None = field(default=None, repr=False)
@@ -87,7 +89,8 @@ class Router:
 
     Args:
         cache: Its episodes are dropped when they are forgotten.
-        most_runs: Episodes without a thread, and of one subgraph in one thread, that are kept; the oldest is dropped.
+        most_runs: Episodes without a thread, and of one subgraph in one thread, that are kept; the oldest that has no open call is
+            dropped.
     """
 
     def __init__(self, cache: AsyncAgentCache | None = None, *, most_runs: int = 256) -> None:
@@ -139,7 +142,7 @@ class Router:
                 choice = self._lines.choose(place, messages, str(run_id))
                 self._lines.begin(choice, route)
                 retired = self._lines.retire()
-            route.episode = choice.line.episode
+            route.episode, route.of_run = choice.line.episode, place.thread is None
             if parent is None:
                 route.parent, route.reason = choice.parent, choice.reason
             self._drop(retired)
@@ -168,15 +171,13 @@ class Router:
             message: The chat model's.
         """
         route.version, route.message = version, message
-        with self._lock:
-            self._lines.end(route, version, message)
+        self._end(route, version, message)
 
     def failed(self, route: Route, error: BaseException | None = None) -> None:
         """Ends a call that has no reply, for whatever reason."""
         if error is not None:
             route.reason = f"the call failed: {error!r}"
-        with self._lock:
-            self._lines.end(route, None, None)
+        self._end(route, None, None)
 
     def episodes(self, thread_id: str) -> tuple[str, ...]:
         """Returns the ids of a thread's episodes."""
@@ -215,6 +216,12 @@ class Router:
         gone = self._forget(thread_id)
         await asyncio.gather(*map(asyncio.wrap_future, self._drop(gone)))
         return gone
+
+    def _end(self, route: Route, version: str | None, message: BaseMessage | None) -> None:
+        """Ends a call; an episode that was forgotten before the engine knew of the call is dropped once more."""
+        with self._lock:
+            gone = self._lines.end(route, version, message)
+        self._drop(gone)
 
     def _forget(self, thread_id: str) -> tuple[str, ...]:
         with self._lock:

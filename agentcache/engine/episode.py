@@ -46,6 +46,12 @@ class AsyncEpisode:
     def __init__(self, session: Session, episode_id: str) -> None:
         if not 0 < len(episode_id) <= 256:
             raise ConfigError(f"an episode's id has 1 to 256 characters, got {len(episode_id)}: {episode_id[:64]!r}")
+        try:
+            episode_id.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"episode id {episode_id[:64]!r} holds half a character at {error.start}, which UTF-8 does not have; leave it out"
+            ) from error
         self._session = session
         self.id = episode_id
 

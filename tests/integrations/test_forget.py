@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from langchain_core.messages import AIMessage, HumanMessage
 
 from agentcache import AsyncAgentCache, StoreError
-from agentcache.integrations.routing import Router
+from agentcache.integrations.routing import Route, Router
 from tests.integrations.routed import RoutedModel
 
 
@@ -88,6 +89,32 @@ async def test_a_store_that_cannot_be_changed_is_told_and_logged(
             await asyncio.sleep(0.01)
     with pytest.raises(StoreError):
         await router.aforget("t1")
+
+
+async def test_what_a_call_leaves_of_a_thread_that_was_forgotten_while_it_ran_is_dropped() -> None:
+    cache = Cache(asyncio.get_running_loop())
+    router = Router(cache)  # type: ignore[arg-type]
+    thread = {"thread_id": "t1"}
+
+    def begun() -> Route:
+        return router.route([HumanMessage("one")], thread, "r")
+
+    for ended in (lambda r: router.ended(r, "v1", AIMessage("ok")), router.failed):
+        route = begun()
+        await router.aforget("t1")
+        del cache.dropped[:]
+        ended(route)
+        await asyncio.sleep(0.1)
+        assert cache.dropped == [("t1", True)]
+    # A thread that has begun anew meanwhile keeps what is its own.
+    del cache.dropped[:]
+    route = begun()
+    await router.aforget("t1")
+    again = begun()
+    router.failed(route)
+    router.failed(again)
+    await asyncio.sleep(0.1)
+    assert again.episode == "t1" and len(cache.dropped) == 1
 
 
 def test_without_an_engine_there_is_nothing_to_free() -> None:

@@ -17,8 +17,6 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Send
 
-from agentcache.integrations import lines
-from agentcache.integrations.lines import _episode_id
 from agentcache.integrations.overlap import fingerprint, overlap
 from agentcache.integrations.routing import CallContext, Router, current_call
 from agentcache.reply import Reply
@@ -69,11 +67,6 @@ def test_threads_have_episodes_of_their_own() -> None:
     for thread in ("a", "b", 7):
         ask(agent, "the same", {"configurable": {"thread_id": thread}})
     assert [route.episode for route in m.calls] == ["a", "b", "7"]
-
-
-def test_a_very_long_thread_id_is_still_an_episodes_id() -> None:
-    ids = {_episode_id("x" * 400 + end, "", 0) for end in "ab"}
-    assert len(ids) == 2 and all(len(i) <= 256 for i in ids)
 
 
 def test_nodes_with_different_prompts_go_on_from_their_own_versions() -> None:
@@ -285,16 +278,6 @@ def test_a_model_alone_begins_an_episode_each_time() -> None:
     assert len({route.episode for route in m.calls}) == 2
 
 
-def test_old_runs_are_dropped() -> None:
-    router = Router(most_runs=2)
-    dropped: list[str] = []
-    router._drop = lambda episodes: dropped.extend(episodes)  # type: ignore[method-assign, assignment]
-    m = model(router=router)
-    for i in range(4):
-        m.invoke(f"hello {i}")
-    assert dropped == [route.episode for route in m.calls[:2]]
-
-
 # -- calls that are aside, and what the caller says --------------------------------------------------------------------
 
 
@@ -370,28 +353,7 @@ def test_overlap_counts_the_prefix_twice_and_system_messages_apart() -> None:
     assert overlap(old, fingerprint([system, one, two, three])).is_append
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_thread_that_was_long_unused_goes_on_with_its_episodes_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_MOST_THREADS", 2)
-    m = model()
-    for thread in ("a", "b", "c", "a"):
-        m.invoke("one", {"metadata": {"thread_id": thread}})
-    assert m.router.episodes("b") == () and m.calls[3].episode == "a" and m.calls[3].parent is None
-
-
-def test_only_the_newest_versions_are_kept_for_comparison() -> None:
-    router = Router()
-    messages: list[Any] = [SystemMessage("You are careful. " * 100)]
-    for i in range(100):
-        messages += [HumanMessage(f"{i} " + "question " * 70), AIMessage(f"{i} " + "answer " * 90, id=f"a{i}")]
-    for turn in range(20):
-        prompt = [*messages[: 1 + turn], HumanMessage(f"cleared {turn}"), *messages[2 + turn :]]
-        route = router.route(prompt, {"thread_id": "t"}, str(turn))
-        router.finished(route, reply(f"v{turn}"), AIMessage("ok"))
-    compared = router._lines._threads["t"][""].lines[0]
-    assert sum(v.prompt is not None for v in compared._versions) == lines._LOOKED_BACK
+# -- what it loads -----------------------------------------------------------------------------------------------------
 
 
 def test_routing_loads_neither_the_engine_nor_langgraph() -> None:
