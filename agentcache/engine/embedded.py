@@ -241,13 +241,15 @@ class AsyncAgentCache:
         if episode_id in tracker.episodes():
             raise AgentCacheError(f"episode {episode_id!r} is open in this process already; use episode()")
         found = await asyncio.to_thread(self._session.newest, episode_id)
-        if found is None:
-            raise UnknownVersionError(
-                f"the store has no version of episode {episode_id!r} in namespace {self.config.namespace!r}; begin it anew "
-                "with episode()"
-            )
-        tracker.record(episode_id, found.token_ids, version=found.version)
-        tracker.finish(found.version, [], computed=found.tokens.length)
+        if episode_id not in tracker.episodes():  # another call may have opened it meanwhile
+            # What is known is kept for a fork of it; it was dropped.
+            if found is None or tracker.knows(found.version):
+                raise UnknownVersionError(
+                    f"the store has no version of episode {episode_id!r} in namespace {self.config.namespace!r}; begin it anew "
+                    "with episode()"
+                )
+            tracker.record(episode_id, found.token_ids, version=found.version)
+            tracker.finish(found.version, [], computed=found.tokens.length)
         return AsyncEpisode(self._session, episode_id)
 
     # -- the rest ------------------------------------------------------------------------------------------------------

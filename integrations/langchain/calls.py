@@ -177,7 +177,7 @@ class Caller:
         """
         for left in range(call.retries, -1, -1):
             try:
-                return await self.engine.generate(call.route.episode, call.chat, call.options)
+                return await self.engine.generate(call.route, call.chat, call.options)
             except RequestError as error:
                 _again(error, left)
         raise AssertionError("unreachable")
@@ -187,7 +187,7 @@ class Caller:
         for left in range(call.retries, -1, -1):
             begun = False
             try:
-                stream = self.engine.stream(call.route.episode, call.chat, call.options)
+                stream = self.engine.stream(call.route, call.chat, call.options)
                 async with contextlib.aclosing(stream):
                     async for piece in stream:
                         begun = True

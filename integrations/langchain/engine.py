@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import CancelledError, Future, wait
@@ -12,10 +13,13 @@ from typing import Any, TypeVar
 from agentcache.cache import AgentCache
 from agentcache.engine.embedded import AsyncAgentCache
 from agentcache.engine.episode import AsyncEpisode
-from agentcache.errors import AgentCacheError, UnknownVersionError
+from agentcache.errors import AgentCacheError, StoreError, UnknownVersionError
+from agentcache.integrations.routing import Route
 from agentcache.reply import Reply, StreamChunk
 
 __all__ = ["EngineHandle"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -37,6 +41,7 @@ class EngineHandle:
         self.cache = cache._cache if isinstance(cache, AgentCache) else cache
         if self.cache._session.engine is None:
             raise AgentCacheError("this cache has no engine: it was not started or is closed; call start()")
+        self._store_failed = False
 
     # -- what is known of the model ------------------------------------------------------------------------------------
 
@@ -82,30 +87,41 @@ class EngineHandle:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def generate(self, episode: str | None, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> Reply:
+    async def generate(self, route: Route, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> Reply:
         """Returns the reply to a prompt of an episode, or of none."""
-        if episode is None:
+        if route.episode is None:
             return await self.cache.generate(chat, **options)
-        return await (await self._episode(episode)).generate(chat, **options)
+        return await (await self._episode(route.episode, route.of_run)).generate(chat, **options)
 
     async def stream(
-        self, episode: str | None, chat: list[dict[str, Any]], options: Mapping[str, Any]
+        self, route: Route, chat: list[dict[str, Any]], options: Mapping[str, Any]
     ) -> AsyncGenerator[StreamChunk, None]:
         """Yields the reply of `generate` token by token; closing the generator aborts it."""
-        if episode is None:
+        if route.episode is None:
             chunks = self.cache.stream(chat, **options)
         else:
-            chunks = (await self._episode(episode)).stream(chat, **options)
+            chunks = (await self._episode(route.episode, route.of_run)).stream(chat, **options)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
 
-    async def _episode(self, episode: str) -> AsyncEpisode:
-        """Returns an episode, as an earlier process has left it where the cache has a store."""
-        if self.cache._session.store is not None and self.cache._session.tracker.head(episode) is None:
-            with contextlib.suppress(UnknownVersionError):  # it begins here
-                return await self.cache.reopen(episode)
-        return self.cache.episode(episode)
+    async def _episode(self, episode: str, of_run: bool) -> AsyncEpisode:
+        """Returns an episode, as an earlier process has left it where the cache has a store and that can be read."""
+        session = self.cache._session
+        if session.store is None or of_run or session.tracker.head(episode) is not None:
+            return self.cache.episode(episode)
+        try:
+            opened = await self.cache.reopen(episode)
+        except UnknownVersionError:
+            opened = self.cache.episode(episode)  # it begins here
+        except StoreError as error:
+            # Told once until the store can be read again: each thread's first call comes by here.
+            level = logging.DEBUG if self._store_failed else logging.WARNING
+            logger.log(level, "episode %r begins anew, whatever an earlier process has left of it: %s", episode, error)
+            self._store_failed = True
+            return self.cache.episode(episode)
+        self._store_failed = False
+        return opened
 
     # -- threads and loops ---------------------------------------------------------------------------------------------
 
