@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, Unpack
 from rich.console import Console
 
 from agentcache.config import CacheConfig
-from agentcache.engine.episode import AsyncEpisode, last_reply
+from agentcache.engine.episode import BEGAN, AsyncEpisode, last_reply
 from agentcache.engine.launch import Engine, EngineStart
 from agentcache.engine.session import Session
 from agentcache.engine.upkeep import FLUSH_S, flush
@@ -232,6 +232,8 @@ class AsyncAgentCache:
     async def reopen(self, episode_id: str) -> AsyncEpisode:
         """Returns an episode of an earlier process, which goes on at its newest version in the store below memory.
 
+        A date that its prompts print stays that of its oldest version there.
+
         Raises:
             AgentCacheError: The cache has no such store, or the episode is open already.
             UnknownVersionError: The store has no version of it.
@@ -240,16 +242,18 @@ class AsyncAgentCache:
         tracker = self._session.tracker
         if episode_id in tracker.episodes():
             raise AgentCacheError(f"episode {episode_id!r} is open in this process already; use episode()")
-        found = await asyncio.to_thread(self._session.newest, episode_id)
+        found = await asyncio.to_thread(self._session.stored, episode_id)
         if episode_id not in tracker.episodes():  # another call may have opened it meanwhile
             # What is known is kept for a fork of it; it was dropped.
-            if found is None or tracker.knows(found.version):
+            if found is None or tracker.knows(found.newest.version):
                 raise UnknownVersionError(
                     f"the store has no version of episode {episode_id!r} in namespace {self.config.namespace!r}; begin it anew "
                     "with episode()"
                 )
-            tracker.record(episode_id, found.token_ids, version=found.version)
-            tracker.finish(found.version, [], computed=found.tokens.length)
+            newest = found.newest
+            began = {BEGAN: found.began_s} if found.began_s else {}
+            tracker.record(episode_id, newest.token_ids, version=newest.version, attributes=began)
+            tracker.finish(newest.version, [], computed=newest.tokens.length)
         return AsyncEpisode(self._session, episode_id)
 
     # -- the rest ------------------------------------------------------------------------------------------------------

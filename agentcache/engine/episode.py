@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, Final, Unpack
 
 from agentcache.engine.session import Session
 from agentcache.engine.upkeep import free_late, free_versions, stored_versions
@@ -23,7 +23,10 @@ from agentcache.reply import Reply, StreamChunk, VersionRecord
 from agentcache.request import GenerateOptions, Messages, RequestOptions
 from agentcache.token_text import token_texts
 
-__all__ = ["AsyncEpisode", "last_reply"]
+__all__ = ["BEGAN", "AsyncEpisode", "last_reply"]
+
+BEGAN: Final = "agentcache.began_s"
+"""Attribute of a version that an earlier process has left: when its episode began, in seconds since the epoch."""
 
 
 async def last_reply(chunks: AsyncGenerator[StreamChunk, None]) -> Reply:
@@ -232,7 +235,9 @@ class AsyncEpisode:
     def _began(self) -> datetime:
         """Returns when the episode began: a date in the prompt must not change at midnight."""
         records = self.history()
-        return datetime.fromtimestamp(records[0].created_s) if records else datetime.now()
+        if not records:
+            return datetime.now()
+        return datetime.fromtimestamp(records[0].attributes.get(BEGAN, records[0].created_s))
 
     def _record(self, prompt: Any, parent: str | None, request: RequestOptions) -> Revision:
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -24,11 +24,23 @@ from agentcache.events import EventBus
 from agentcache.guard import QualityGuard
 from agentcache.reply import RecoveryReport, StreamChunk
 from agentcache.request import Messages, RequestOptions
-from agentcache.store.tiers import KVStore, Manifest, Refused
+from agentcache.store.tiers import KVStore, Manifest, Refused, VersionInfo
 
-__all__ = ["Session"]
+__all__ = ["Session", "StoredEpisode"]
 
 logger = logging.getLogger(__name__)
+
+
+class StoredEpisode(NamedTuple):
+    """An episode in the store below memory.
+
+    Attributes:
+        newest: Its newest version.
+        began_s: When the oldest version that is left was saved, in seconds since the epoch; 0 when that is unknown.
+    """
+
+    newest: Manifest
+    began_s: float
 
 
 class Session:
@@ -85,8 +97,8 @@ class Session:
         self.chunks.forget()
         self._tokenizer = engine.llm.get_tokenizer()
 
-    def newest(self, episode: str) -> Manifest | None:
-        """Returns the newest version of an episode that the store below memory can still give, or None. Blocks.
+    def stored(self, episode: str) -> StoredEpisode | None:
+        """Returns what the store below memory can still give of an episode, or None. Blocks.
 
         Raises:
             AgentCacheError: The cache has no such store.
@@ -99,11 +111,19 @@ class Session:
         listed = self.store.versions(self.config.namespace)
         if isinstance(listed, Refused):
             raise StoreError(f"the store cannot be listed: {listed.reason}")
-        for info in sorted(listed, key=lambda info: -info.sequence):
-            if info.group == episode:
-                found = self.store.find(info.namespace, info.version)
-                if isinstance(found, Manifest):
-                    return found
+        own = sorted((info for info in listed if info.group == episode), key=lambda info: info.sequence)
+        newest = self._first_found(reversed(own))
+        if newest is None:
+            return None
+        oldest = self._first_found(own) if len(own) > 1 else newest
+        return StoredEpisode(newest, (oldest or newest).created)
+
+    def _first_found(self, infos: Iterable[VersionInfo]) -> Manifest | None:
+        assert self.store is not None
+        for info in infos:
+            found = self.store.find(info.namespace, info.version)
+            if isinstance(found, Manifest):
+                return found
         return None
 
     def hint(self, version: str) -> None:

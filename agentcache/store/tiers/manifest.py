@@ -169,7 +169,8 @@ class Manifest(BaseModel):
         objects: What the extents point at, each once.
         attention: How much each row was attended to when it was saved, `[T]` codes of `store.scores` in base64; empty when
             that was not measured.
-        created: Wall clock when it was prepared. Nothing depends on it.
+        created: Wall clock when it was prepared; 0: unknown. Of an episode's oldest version it gives the date that its prompts go on
+            to print after a restart.
         sequence: Order of creation, given by the store; 0 before.
     """
 
