@@ -29,6 +29,7 @@ from agentcache.integrations.langchain.results import (
     usage,
 )
 from agentcache.integrations.langchain.runs import Run
+from agentcache.integrations.langchain.tools import takes_several_calls
 from agentcache.integrations.routing import Route, Router
 from agentcache.reply import Reply, StreamChunk
 
@@ -110,6 +111,10 @@ class Caller:
         return Renderer(self.engine.tokenizer)
 
     @cached_property
+    def _takes_several_calls(self) -> bool:
+        return takes_several_calls(self.renderer)
+
+    @cached_property
     def _prompt_end(self) -> list[int]:
         """What the template opens the reply with, as token ids."""
         asked = [{"role": "user", "content": "."}]
@@ -123,7 +128,7 @@ class Caller:
         own: Mapping[str, Any],
         said: dict[str, Any],
         *,
-        parallel: bool,
+        parallel: bool | None,
         retries: int,
     ) -> Call:
         """Returns a call that is ready for the engine; end it with `message`, the last of `chunks_of`, or `fail`.
@@ -135,7 +140,7 @@ class Caller:
             run: That the call belongs to.
             own: The model's own options.
             said: The call's keyword arguments.
-            parallel: Whether several tool calls may stand in a reply when the call does not say.
+            parallel: Whether several tool calls may stand in a reply when the call does not say; None: where the template takes them.
             retries: How often it is tried again.
 
         Raises:
@@ -144,6 +149,8 @@ class Caller:
         """
         said = dict(said)
         episode, parent = said.pop("episode", None), said.pop("parent", None)
+        if parallel is None:
+            parallel = not said.get("tools") or self._takes_several_calls
         wanted = take_wanted(said, parallel=parallel)
         if wanted.tools and not self._tools_are_shown:
             self._tools_are_shown = True  # said once

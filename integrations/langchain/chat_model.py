@@ -57,7 +57,8 @@ class ChatAgentCache(BaseChatModel):
         seed: Of the sampling.
         policy: Recovery policy; None takes the cache's. The exact one is `prefix_cache`.
         policy_options: The policy's own settings.
-        parallel_tool_calls: Whether a reply may call several tools when the call does not say.
+        parallel_tool_calls: Whether a reply may call several tools when the call does not say; None: where the model's chat template
+            takes such a reply.
         tool_parser: vLLM's parser of tool calls; None chooses by the model, `none` has none.
         reasoning_parser: vLLM's parser of reasoning; None chooses by the model, `none` has none.
         extra: Further fields of vLLM's `SamplingParams`.
@@ -83,7 +84,7 @@ class ChatAgentCache(BaseChatModel):
     seed: int | None = None
     policy: str | None = None
     policy_options: dict[str, int | float | str | bool | None] | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -240,7 +240,7 @@ class RequestParser:
             CallPart(index, call.id or make_tool_call_id(), call.name, call.arguments)
             for index, call in enumerate(calls or [])
         ]
-        return Parsed(content or "", reasoning or "", tuple(parts))
+        return Parsed(content or "", reasoning or "", self._allowed(parts))
 
     def delta(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
         """Returns what is new in a stream, once it is clear what it is."""
@@ -257,7 +257,11 @@ class RequestParser:
             for call in new.tool_calls or ()
             if call.function is not None
         ]
-        return Parsed(new.content or "", new.reasoning or "", tuple(calls))
+        return Parsed(new.content or "", new.reasoning or "", self._allowed(calls))
+
+    def _allowed(self, calls: Sequence[CallPart]) -> tuple[CallPart, ...]:
+        """Returns what a reply may hold of its calls: the first, where they may not be parallel and no grammar has seen to it."""
+        return tuple(call for call in calls if call.index == 0 or self.request.parallel_tool_calls is not False)
 
     @property
     def reasoning_tokens(self) -> int | None:

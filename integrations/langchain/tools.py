@@ -8,9 +8,10 @@ from typing import Any, Final
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from agentcache.errors import ConfigError
+from agentcache.episodes import Renderer
+from agentcache.errors import ConfigError, RenderError
 
-__all__ = ["ToolLike", "choose", "format_tools", "is_forced", "rendered"]
+__all__ = ["ToolLike", "choose", "format_tools", "is_forced", "rendered", "takes_several_calls"]
 
 ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 _KEYS: Final = ("name", "description", "parameters", "strict")
@@ -66,6 +67,24 @@ def choose(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, A
 def is_forced(choice: str | Mapping[str, Any]) -> bool:
     """Whether a tool choice, as `choose` returns it, leaves the model no way but a call."""
     return choice == "required" or not isinstance(choice, str)
+
+
+def takes_several_calls(renderer: Renderer) -> bool:
+    """Whether a conversation can go on after a reply of two tool calls; also where the chat template takes no tool call at all."""
+    return _takes_calls(renderer, 2) or not _takes_calls(renderer, 1)
+
+
+def _takes_calls(renderer: Renderer, count: int) -> bool:
+    ids = [f"call0000{number}" for number in range(count)]
+    calls = [{"id": i, "type": "function", "function": {"name": "look", "arguments": {}}} for i in ids]
+    results = [{"role": "tool", "content": ".", "tool_call_id": i, "name": "look"} for i in ids]
+    try:
+        renderer.render(
+            [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+        )
+    except RenderError:
+        return False
+    return True
 
 
 def _chosen(choice: Any) -> Any:

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from langchain_core.messages import HumanMessage
 
 from agentcache.episodes import EpisodeTracker, Rendered, Renderer, Revision
+from agentcache.integrations.langchain import ChatAgentCache
+from agentcache.integrations.langchain.calls import Caller
+from agentcache.integrations.langchain.forms import Wanted
+from agentcache.integrations.langchain.runs import Run
+from agentcache.integrations.langchain.tools import takes_several_calls
+from agentcache.integrations.routing import Router
 from agentcache.types import RevisionKind
 from tests.episodes.families import make_tokenizer
 
@@ -187,6 +195,23 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut(name: str) -> None:
     del chat[3:5]  # a call that is no call has no result
     assert m.render(chat).text.count(shown) == 1
     assert [span.role for span in m.render(chat).spans[-3:]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_only_llamas_template_refuses_a_reply_of_two_calls(name: str) -> None:
+    assert takes_several_calls(model(name).renderer) is (name != "llama3_2")
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "qwen3"])
+def test_a_reply_calls_several_tools_where_the_template_takes_that_unless_the_caller_says(name: str) -> None:
+    asked: list[Wanted] = []
+    caller: Any = Caller.__new__(Caller)
+    caller.renderer, caller.router, caller._tools_are_shown = model(name).renderer, Router(), True
+    caller.parsers = SimpleNamespace(of=lambda wanted, _: asked.append(wanted))
+    default = ChatAgentCache.model_fields["parallel_tool_calls"].default
+    for own, said in ((default, {}), (True, {}), (default, {"parallel_tool_calls": True}), (False, {})):
+        caller.prepare([HumanMessage("go")], Run(), {}, {"tools": [SEARCH], **said}, parallel=own, retries=0)
+    assert [wanted.parallel for wanted in asked] == [name != "llama3_2", True, True, False]
 
 
 @pytest.mark.parametrize("name", DATED)

@@ -236,6 +236,16 @@ def test_a_whole_reply_and_its_stream_are_the_same_message(make: Make, tokenizer
     assert all(call["id"] for call in whole.tool_calls)
 
 
+def test_of_calls_that_may_not_be_parallel_the_first_counts(make: Make, tokenizer: Any) -> None:
+    text = f"Let me see.\n{CALL}\n{CALL.replace('1', '7')}"
+    expected = ("Let me see.\n", "", [("add", {"a": 1, "b": 2})])
+    parsers, ids = make(), tokenizer.encode(text)
+    for cut in (False, True):
+        parsed = parsers.of(wanted(parallel=False), []).parse(text, ids, cut=cut)
+        assert seen(ai_message(parsed, USAGE, {})) == expected
+    assert seen(streamed(parsers.of(wanted(parallel=False), []), tokenizer, text)) == expected
+
+
 def test_reasoning_stands_apart(make: Make, tokenizer: Any) -> None:
     parsers, text = make(reasoning="deepseek_r1"), f"<think>Hm, 1 and 2.</think>So.{CALL}"
     ids = tokenizer.encode(text)
