@@ -10,4 +10,4 @@ with AgentCache("smollm2", policy="edit_local") as cache, ResumeTable(cache) as 
     episode.generate(messages, max_tokens=16)  # version 1: its KV is kept when the reply ends
     record["content"] = "Record 4711: confirmed by two editors, 5 sources."  # an edit in the middle
     episode.generate(messages, max_tokens=16)  # version 2: diff, restore, recompute
-    resumes.show()  # reply.recovery holds the same of one reply
+    resumes.show()  # `generate` returns a reply whose `recovery` says the same

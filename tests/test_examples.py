@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 SHORT = {
     "compare_policies": ("--documents", "2", "--policies", "prefix_cache,edit_local,attended"),
-    "langgraph_agent": ("--documents", "5", "--clear-at", "700", "--summarise-at", "1800"),
+    "langgraph_agent": ("--documents", "4", "--clear-at", "1000", "--summarise-at", "2200"),
     "long_pause": ("--documents", "2"),
     "stategraph_research": ("--documents", "5", "--rounds", "2"),
     "amem_chat": ("--questions", "2", "--tokens", "8"),

@@ -40,10 +40,11 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A message as it was written, where in that its own words are (None: it left none) and where its turn closes."""
+    """A message as it was written, where in that its own words are and where its turn closes."""
 
     text: str
-    words: tuple[int, int] | None
+    start: int
+    stop: int
     close: int
 
 
@@ -55,6 +56,7 @@ class Shapes:
         self._edges: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._forms: dict[_Key, OrderedDict[_Form, None]] = {}
         self._bodies: OrderedDict[str, OrderedDict[_Body, None]] = OrderedDict()
+        self._silent: dict[_Key, OrderedDict[tuple[str, int], None]] = {}
 
     def learn(self, text: str, chat: Sequence[ChatMessage], ranges: Sequence[MessageRange]) -> None:
         """Remembers how messages were written, if they stand in their order without a gap."""
@@ -96,7 +98,7 @@ class Shapes:
                 return None
             ranges.append(found)
             at = found.stop
-        return ranges if at == len(text) - len(tail) else None
+        return ranges if at == len(text) - len(tail) and not _is_unsure(ranges) else None
 
     def _at(
         self, text: str, at: int, index: int, message: ChatMessage, key: _Key, teach: Callable[[ChatMessage], None]
@@ -117,17 +119,22 @@ class Shapes:
                 ):
                     place, behind = Place(index, start, stop, verbatim=True), stop + len(last)
                     return MessageRange(index, at, behind + form.close, behind + len(form.after), place)
+        for written, close in self._silent.get(key, ()) if not core else ():
+            if text.startswith(written, at):
+                return MessageRange(index, at, at + close, at + len(written), None)
         if message.content_hash not in self._bodies and "tool_calls" in message.values:
             teach(message)
         for body in self._bodies.get(message.content_hash, ()):
             if text.startswith(body.text, at):
-                words = body.words
-                own = Place(index, at + words[0], at + words[1], verbatim=False) if words is not None else None
+                own = Place(index, at + body.start, at + body.stop, verbatim=False)
                 return MessageRange(index, at, at + body.close, at + len(body.text), own)
         return None
 
     def _learn(self, text: str, message: ChatMessage, key: _Key, r: MessageRange) -> None:
-        if r.place is not None and r.place.verbatim:
+        if r.place is None:  # nothing in it is its own
+            silent = self._silent.setdefault(key, OrderedDict())
+            _remember(silent, (text[r.start : r.stop], r.close - r.start), _FORMS)
+        elif r.place.verbatim:
             start, stop = r.place.start, r.place.stop
             lead, trail = _blanks(message.content or "", text[start:stop])
             if text.endswith(lead, r.start, start) and text.startswith(trail, stop, r.close):
@@ -138,15 +145,20 @@ class Shapes:
             self._learn_body(text, message, r)
 
     def _learn_body(self, text: str, message: ChatMessage, r: MessageRange) -> None:
-        if r.stop - r.start > _BODY_CHARACTERS or (r.place is not None and r.place.verbatim):
+        if r.place is None or r.place.verbatim or r.stop - r.start > _BODY_CHARACTERS:
             return
-        words = (r.place.start - r.start, r.place.stop - r.start) if r.place is not None else None
-        body = _Body(text[r.start : r.stop], words, r.close - r.start)
+        body = _Body(text[r.start : r.stop], r.place.start - r.start, r.place.stop - r.start, r.close - r.start)
         known = self._bodies.setdefault(message.content_hash, OrderedDict())
         self._bodies.move_to_end(message.content_hash)
         _remember(known, body, _FORMS)
         if len(self._bodies) > _BODIES:
             self._bodies.popitem(last=False)
+
+
+def _is_unsure(ranges: Sequence[MessageRange]) -> bool:
+    """Whether marks might not part messages without words as they stood: they do it between two others that have some."""
+    silent = [True, *(r.place is None for r in ranges), True]
+    return any(b and (a or c) for a, b, c in zip(silent, silent[1:-1], silent[2:], strict=False))
 
 
 def _blanks(content: str, core: str) -> tuple[str, str]:

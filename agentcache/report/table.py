@@ -84,7 +84,7 @@ class ResumeTable:
         totals = self.totals
         table.add_section()
         table.add_row(
-            f"{totals.resumes} resumes",
+            f"{totals.resumes} resume{'s' * (totals.resumes != 1)}",
             "",
             str(totals.prompt_tokens),
             *[""] * 5,

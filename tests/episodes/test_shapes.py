@@ -78,7 +78,7 @@ def test_every_kind_of_revision_reads_as_with_marks(family, renderer, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_edits_of_a_run_read_as_with_marks(family, name, data):
     warm, chat = Renderer(family(name)), agent_run(3)

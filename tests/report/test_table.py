@@ -54,7 +54,7 @@ def test_a_table_has_a_row_a_version_and_their_sum() -> None:
         lines = printed(table)
     assert ["thread", "first", "100", "0", "0", "0", "0", "100", "50", "ms", "–"] in lines
     assert ["thread", "tool_result", "100", "20", "10", "8", "60", "2", "9", "ms", "60", "(75%)"] in lines
-    assert ["1", "resumes", "200", "59", "ms", "60", "(33%)"] in lines
+    assert ["1", "resume", "200", "59", "ms", "60", "(33%)"] in lines
 
 
 def test_a_closed_table_follows_no_more() -> None:
