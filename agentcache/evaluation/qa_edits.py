@@ -57,10 +57,22 @@ _LEAST_OTHERS: Final = 3
 _SHORTEST_OTHER: Final = 240  # characters that a document which does not help may have in any case
 _SPARE: Final = 2  # documents of other tasks that an edit may take
 _NEAR: Final = 12  # other questions whose documents and answers may come in
-_SYSTEM: Final = "You answer questions from documents. Give only the answer, in a few words, and nothing else."
+_SYSTEM: Final = """You answer questions from documents. Give only the answer, in a few words, and nothing else.
+
+Question: Where was the author of Emma born?
+Answer: Steventon
+
+Question: Which river is longer, the Rhine or the Elbe?
+Answer: the Rhine
+
+Question: Are both films comedies?
+Answer: no"""
+"""Three examples: small models answer in sentences without them."""
 _TASK: Final = "Read these documents. I will ask you about them."
 _READY: Final = "I have read the documents."
-_QUESTION: Final = "Answer with a few words from the documents. Give only the answer, no sentence.\nQuestion: {}"
+_QUESTION: Final = (
+    "Answer with a few words from the documents. Give only the answer, no sentence.\nQuestion: {}\nAnswer:"
+)
 _CLEARED: Final = "[Old tool result content cleared]"
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
