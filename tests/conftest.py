@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.weights import resolve_model
+from tests.ending import end_passed
 
 # vLLM reads these when it is imported, so they are set before any test module is.
 ENGINE_ENVIRONMENT = {
@@ -41,6 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
+
+
+@pytest.hookimpl(trylast=True)  # behind the test's own fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    end_passed(item.config, nextitem)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,14 @@ script without `if __name__ == "__main__":` would start engines without end, so 
 
 - blocks SIGINT: Ctrl-C in a terminal shall reach only the caller, which aborts its request and keeps the engine;
 - sends the process's output to the engine's log, where only errors shall stand;
-- ends the process when its parent is gone: vLLM's EngineCore outlives a caller that was killed.
+- ends the process when its parent is gone: vLLM's EngineCore outlives a caller that was killed;
+- lets the process end at once: the interpreter's own end would look at every object of vLLM and torch several times, for seconds.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -49,4 +52,5 @@ if __name__ == "__mp_main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if log := os.environ.get(LOG_VARIABLE):
         _log_errors(log)
+    atexit.register(gc.freeze)  # the first one is the last to run
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="agentcache-parent", daemon=True).start()

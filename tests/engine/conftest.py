@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ending import ends_with
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,24 +63,28 @@ class Engines:
 
 
 @pytest.fixture(scope="package")
-def start_engine() -> Iterator[Engines]:
+def start_engine(request: pytest.FixtureRequest) -> Iterator[Engines]:
     """Returns what starts engines in this process."""
     from tests.engine.reference import engines_in_this_process
 
     engines = Engines()
-    with engines_in_this_process():
+    with ExitStack() as stack:
+        stack.enter_context(engines_in_this_process())
+        stack.callback(engines.stop)
+        ends_with(request, Path(__file__).parent, stack.close)
         yield engines
-        engines.stop()
 
 
 @pytest.fixture(scope="package")
-def reference(tiny: Callable[[str], Path], start_engine: Engines) -> Iterator[Any]:
+def reference(tiny: Callable[[str], Path], start_engine: Engines, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Returns the reference engine of the tiny llama; `start_engine` has prepared the environment."""
     from tests.engine.reference import Reference
 
     engine = Reference(tiny("llama"))
-    yield engine
-    engine.close()
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        ends_with(request, Path(__file__).parent, stack.close)
+        yield engine
 
 
 @pytest.fixture

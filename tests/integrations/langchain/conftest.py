@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache import AgentCache
+from tests.ending import ends_with
 from tests.integrations.langchain.suite import TOOL_MODEL, TOOL_MODEL_VARIABLE
 
 SETTINGS = {
@@ -35,8 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
-def cache(smollm2_path: Path) -> Iterator[AgentCache]:
+def cache(smollm2_path: Path, request: pytest.FixtureRequest) -> Iterator[AgentCache]:
     with AgentCache(smollm2_path, **SETTINGS) as cache:
+        ends_with(request, Path(__file__).parent, cache.close)
         yield cache
 
 

@@ -13,6 +13,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 
 from agentcache import AgentCache
+from tests.ending import ends_with
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "qwen2_5.jinja"
 ENGINE = pytest.StashKey[AgentCache]()
@@ -28,15 +29,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder = make_tiny("llama", tmp_path_factory.mktemp("agent"))
         shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
         stash[ENGINE] = AgentCache(folder, dtype="float32", kv_bytes=128 << 20, max_model_len=8192)
+        ends_with(request, Path(__file__).parent, stash[ENGINE].close)
     return stash[ENGINE]
-
-
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Closes the engine behind the folder's last test. A package-scoped fixture would live until the session ends."""
-    cache = item.config.stash.get(ENGINE, None)
-    if cache is not None and (nextitem is None or Path(__file__).parent not in nextitem.path.parents):
-        del item.config.stash[ENGINE]
-        cache.close()
 
 
 @pytest.fixture

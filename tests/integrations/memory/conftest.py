@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentcache import AgentCache
+from tests.ending import ends_with
 
 
 @pytest.fixture(scope="package")
@@ -18,8 +19,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def cache(smollm2_path: Path, log: Path) -> Iterator[AgentCache]:
+def cache(smollm2_path: Path, log: Path, request: pytest.FixtureRequest) -> Iterator[AgentCache]:
     """Returns a cache on the real model; its default policy is the exact one."""
     settings: dict[str, Any] = {"dtype": "float32", "kv_bytes": 256 << 20, "max_model_len": 2048}
     with AgentCache(smollm2_path, events=log, events_text=True, **settings) as cache:
+        ends_with(request, Path(__file__).parent, cache.close)
         yield cache
