@@ -73,40 +73,46 @@ class Rules:
         )
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or the built-in model")
-parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="how many questions are asked")
-parser.add_argument("--policy", default="epic:k=8", help="recovery policy, with its options")
-parser.add_argument("--tokens", type=int, default=24, help="most tokens of an answer")
-parser.add_argument("--events", type=Path, help="a log with all texts, for `agentcache report`")
-args = parser.parse_args()
-policy, options = parse_policy(args.policy)
+def main() -> None:
+    """Asks the questions and prints what each resume has saved."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or the built-in model")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="how many questions are asked")
+    parser.add_argument("--policy", default="epic:k=8", help="recovery policy, with its options")
+    parser.add_argument("--tokens", type=int, default=24, help="most tokens of an answer")
+    parser.add_argument("--events", type=Path, help="a log with all texts, for `agentcache report`")
+    args = parser.parse_args()
+    policy, options = parse_policy(args.policy)
 
-with (
-    tempfile.TemporaryDirectory() as folder,
-    AgentCache(args.model, max_model_len=4096, events=args.events, events_text=args.events is not None) as cache,
-    ResumeTable(cache, title="answers in one conversation") as resumes,
-):
-    system = AgenticMemorySystem(model_name=str(get_model_path()), llm_backend="sglang", storage_path=folder)
-    rules = system.llm_controller.llm = Rules()
-    for line in TURNS.strip().splitlines():
-        time, speaker, text = line.split(" | ")
-        system.add_note(f"Speaker {speaker}says : {text}", time=time)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        AgentCache(args.model, max_model_len=4096, events=args.events, events_text=args.events is not None) as cache,
+        ResumeTable(cache, title="answers in one conversation") as resumes,
+    ):
+        system = AgenticMemorySystem(model_name=str(get_model_path()), llm_backend="sglang", storage_path=folder)
+        rules = system.llm_controller.llm = Rules()
+        for line in TURNS.strip().splitlines():
+            time, speaker, text = line.split(" | ")
+            system.add_note(f"Speaker {speaker}says : {text}", time=time)
 
-    prompt = MemoryPrompt(system="Answer from the memories in one short sentence.")
-    memory = AMemMemory(cache=cache, system=system, k=8, prompt=prompt, policy=policy, policy_options=options)
-    history: list[dict[str, str]] = []
-    for at, question in enumerate(QUESTIONS[: args.questions]):
-        if at == 2:  # a new note rewrites the context of a neighbour: a revision of that note's chunk alone
-            rules.news = {"tomato plants": "Ann's cat Miso is a danger to every plant in her home."}
-            system.add_note("Speaker Annsays : Miso ate my basil.", time="7:00 pm on 10 July, 2023")
-            rules.news = {}
-        reply = memory.ask(question, episode="amem", history=history, max_tokens=args.tokens)
-        print(f"Q {question}\nA {reply.text.strip()}\n  {reply.recovery}\n")
-        history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply.text}]
-    resumes.show()
-    if memory.chunks is not None:
-        made, reused, gone = memory.chunks.encoded, memory.chunks.reused, memory.chunks.dropped
-        print(
-            f"notes: {made} encoded, {reused} times found encoded, {gone} dropped because they evolved; encoding is not in the table"
-        )
+        prompt = MemoryPrompt(system="Answer from the memories in one short sentence.")
+        memory = AMemMemory(cache=cache, system=system, k=8, prompt=prompt, policy=policy, policy_options=options)
+        history: list[dict[str, str]] = []
+        for at, question in enumerate(QUESTIONS[: args.questions]):
+            if at == 2:  # a new note rewrites the context of a neighbour: a revision of that note's chunk alone
+                rules.news = {"tomato plants": "Ann's cat Miso is a danger to every plant in her home."}
+                system.add_note("Speaker Annsays : Miso ate my basil.", time="7:00 pm on 10 July, 2023")
+                rules.news = {}
+            reply = memory.ask(question, episode="amem", history=history, max_tokens=args.tokens)
+            print(f"Q {question}\nA {reply.text.strip()}\n  {reply.recovery}\n")
+            history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply.text}]
+        resumes.show()
+        if memory.chunks is not None:
+            made, reused, gone = memory.chunks.encoded, memory.chunks.reused, memory.chunks.dropped
+            print(
+                f"notes: {made} encoded, {reused} times found encoded, {gone} dropped because they evolved; encoding is not in the table"
+            )
+
+
+if __name__ == "__main__":
+    main()

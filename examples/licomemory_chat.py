@@ -96,31 +96,39 @@ class Processor:
         }
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or the built-in model")
-parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="how many questions are asked")
-parser.add_argument("--policy", default="epic:k=8", help="recovery policy, with its options")
-parser.add_argument("--tokens", type=int, default=24, help="most tokens of an answer")
-parser.add_argument("--events", type=Path, help="a log with all texts, for `agentcache report`")
-parser.add_argument("--ranks", action="store_true", help="put each chunk's rank before it, as LiCoMemory's prompt does")
-args = parser.parse_args()
-policy, options = parse_policy(args.policy)
-
-with (
-    AgentCache(args.model, max_model_len=4096, events=args.events, events_text=args.events is not None) as cache,
-    ResumeTable(cache, title="answers in one conversation") as resumes,
-):
-    prompt = MemoryPrompt(system="Answer from the memories in one short sentence.")
-    memory = LiCoMemory(
-        cache=cache, processor=Processor(), ranks=args.ranks, prompt=prompt, policy=policy, policy_options=options
+def main() -> None:
+    """Asks the questions and prints what each resume has saved."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or the built-in model")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="how many questions are asked")
+    parser.add_argument("--policy", default="epic:k=8", help="recovery policy, with its options")
+    parser.add_argument("--tokens", type=int, default=24, help="most tokens of an answer")
+    parser.add_argument("--events", type=Path, help="a log with all texts, for `agentcache report`")
+    parser.add_argument(
+        "--ranks", action="store_true", help="put each chunk's rank before it, as LiCoMemory's prompt does"
     )
-    history: list[dict[str, str]] = []
-    for question in QUESTIONS[: args.questions]:
-        reply = memory.ask(question, episode="lico", history=history, max_tokens=args.tokens)
-        print(f"Q {question}\nA {reply.text.strip()}\n  {reply.recovery}\n")
-        history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply.text}]
-    resumes.show()
-    if memory.chunks is not None:
-        print(
-            f"chunks: {memory.chunks.encoded} encoded, {memory.chunks.reused} times found encoded; encoding is not in the table"
+    args = parser.parse_args()
+    policy, options = parse_policy(args.policy)
+
+    with (
+        AgentCache(args.model, max_model_len=4096, events=args.events, events_text=args.events is not None) as cache,
+        ResumeTable(cache, title="answers in one conversation") as resumes,
+    ):
+        prompt = MemoryPrompt(system="Answer from the memories in one short sentence.")
+        memory = LiCoMemory(
+            cache=cache, processor=Processor(), ranks=args.ranks, prompt=prompt, policy=policy, policy_options=options
         )
+        history: list[dict[str, str]] = []
+        for question in QUESTIONS[: args.questions]:
+            reply = memory.ask(question, episode="lico", history=history, max_tokens=args.tokens)
+            print(f"Q {question}\nA {reply.text.strip()}\n  {reply.recovery}\n")
+            history += [{"role": "user", "content": question}, {"role": "assistant", "content": reply.text}]
+        resumes.show()
+        if memory.chunks is not None:
+            print(
+                f"chunks: {memory.chunks.encoded} encoded, {memory.chunks.reused} times found encoded; encoding is not in the table"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from agentcache import AgentCache
+from agentcache.integrations.langchain import ChatAgentCache
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -34,11 +39,51 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "quickstart"}
 
 
+ALONE = ("long_pause",)
+"""Short runs in processes of their own; the others' share an engine, which takes longer to start than they run."""
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_path: Path) -> Iterator[AgentCache]:
+    with AgentCache(smollm2_path, max_model_len=8192, connector={"attention": True}) as cache:
+        yield cache
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.usefixtures("smollm2_path")
-def test_an_example_runs_and_shows_what_its_resumes_saved(name: str, tmp_path: Path) -> None:
+def test_an_example_of_several_processes_shows_what_its_resumes_saved(name: str, tmp_path: Path) -> None:
     check(name, SHORT[name], tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", sorted({*SHORT} - {*ALONE}))
+def test_an_example_shows_what_its_resumes_saved(
+    name: str, engine: AgentCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = EXAMPLES / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    began = []
+
+    def lend(*_: object, **settings: object) -> object:
+        began.append(settings)
+        return nullcontext(engine)
+
+    def chat(*, model: str, max_tokens: int, max_model_len: int) -> ChatAgentCache:
+        began.append({"model": model, "max_model_len": max_model_len})
+        return ChatAgentCache(cache=engine, max_tokens=max_tokens)
+
+    if hasattr(example, "AgentCache"):
+        monkeypatch.setattr(example, "AgentCache", lend)
+    else:
+        monkeypatch.setattr(example, "ChatAgentCache", chat)
+    monkeypatch.setattr(sys, "argv", [str(path), *SHORT[name]])
+    example.main()
+    shown = capsys.readouterr().out
+    assert len(began) == 1 and re.search(SHOWN[name], shown), shown
 
 
 @pytest.mark.engine
