@@ -27,6 +27,7 @@ Tool = Mapping[str, Any] | Callable[..., Any]
 ArgumentOrder = Callable[[str, dict[str, Any]], dict[str, Any]]
 _OURS = ("id", "tags")  # keys that templates never see
 _KNOWN_CHARACTERS = 8 << 20
+_OVERHEAD = 512  # of a message beside its content, about: those without one have an end too
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)  # `json.dumps` makes one a call
 
 
@@ -68,12 +69,16 @@ class KnownMessages:
             known = self._known.get(key)
             if known is None:
                 known = self._known[key] = _normalise(index, message, order)
-                self._characters += len(known.content or "")
+                self._characters += _size(known)
                 while self._characters > _KNOWN_CHARACTERS:
-                    self._characters -= len(self._known.popitem(last=False)[1].content or "")
+                    self._characters -= _size(self._known.popitem(last=False)[1])
             else:
                 self._known.move_to_end(key)
         return known
+
+
+def _size(message: ChatMessage) -> int:
+    return len(message.content or "") + _OVERHEAD
 
 
 def normalise_messages(

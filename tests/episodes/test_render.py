@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
-from agentcache.episodes.messages import normalise_messages
+from agentcache.episodes import messages as messages_module
+from agentcache.episodes.messages import KnownMessages, normalise_messages
 from agentcache.episodes.render import Renderer
 from agentcache.errors import RenderError
 from agentcache.types import BoundaryKind
@@ -229,3 +230,11 @@ def test_boundaries_ascend_and_documents_lie_in_their_message(renderer):
     inner = [b for b in rendered.boundaries if b.kind is BoundaryKind.DOCUMENT]
     assert len(inner) == 8
     assert all(any(o.start <= b.start < b.stop <= o.stop for o in outer) for b in inner)
+
+
+def test_messages_that_are_known_are_few_whether_they_say_something_or_not(monkeypatch):
+    monkeypatch.setattr(messages_module, "_KNOWN_CHARACTERS", 10_000)
+    known = KnownMessages()
+    chat = [{"role": "user", "content": "" if i % 2 else "hello", "name": f"n{i}"} for i in range(200)]
+    assert normalise_messages(chat, known=known) == normalise_messages(chat) == normalise_messages(chat, known=known)
+    assert 0 < len(known._known) < 30
