@@ -111,3 +111,21 @@ def test_a_text_that_is_not_made_of_known_parts_is_not_guessed_at(family, counte
     later = [*chat, {"role": "user", "content": "and now?"}]  # the template drops the thinking now
     assert same(warm.render(later), Renderer(family("thinking")).render(later))
     assert 3 in counted
+
+
+@pytest.mark.parametrize("name", ["chatml", "openers", "thinking"])
+def test_replies_are_spliced_as_with_marks(family, name):
+    tokenizer = family(name)
+    ids = [
+        part
+        for text in ("mad", "rid, said ", "the tool")
+        for part in tokenizer(text, add_special_tokens=False)["input_ids"]
+    ]
+    chat = [{"role": "user", "content": "spain?"}, {"role": "assistant", "content": "madrid, said the tool"}]
+    warm, spliced = Renderer(tokenizer), 0
+    for turn in range(3):
+        chat = [*chat, {"role": "user", "content": f"and then {turn}?"}, {"role": "assistant", "content": "hello"}]
+        found = warm.render([*chat, {"role": "user", "content": "now?"}], generated=[ids])
+        assert same(found, Renderer(tokenizer).render([*chat, {"role": "user", "content": "now?"}], generated=[ids]))
+        spliced += found.spliced_tokens
+    assert spliced
