@@ -64,36 +64,40 @@ class PairedBench:
         self._exact: dict[int, float] = {}
 
     def reference(self, item: DerivedItem) -> Row:
-        """Returns what the item shows without a repair and after a full prefill, and whether it is kept.
+        """Returns what the item shows after a full prefill and without a repair, and whether it is kept.
 
         The model must answer the new prompt with the new value, and the edit must move the margin by 0.5 nats: retention
-        filters of EditLocal.
+        filters of EditLocal. Where it does not answer, what it shows without a repair is not measured.
         """
         self._close()
         empty_prefix_cache(self.cache)
         self._item, self._episode = item, self.cache.episode(f"paired {item.form} {item.distance} {item.draw}")
-        self._parent = self._episode.generate(list(item.old[: item.old_query_start]), max_tokens=1).version
-        if not self.cache.flush():
-            raise AgentCacheError("the parent's save did not end")
         oracle = self.cache.generate(list(item.new), max_tokens=_reply_tokens(item), logprobs=-1)
         assert oracle.logprobs is not None
-        best = sorted(oracle.logprobs[0], key=oracle.logprobs[0].__getitem__, reverse=True)
-        watched = list(dict.fromkeys([item.old_answer, item.new_answer, *best]))[:_MOST_TOKENS]
-        self._exact = {token: oracle.logprobs[0][token] for token in watched}
-        stale = self.cache.generate(list(item.old), max_tokens=_reply_tokens(item), **self._watch())
-        margins = self._seen(stale)["margin"], margin(oracle.logprobs[0], item)
         right = oracle.token_ids[0] == item.new_answer
-        return {
+        row = {
             "dtype": self._dtype,
             "tokens": len(item.new),
             "suffix": _suffix(item),
-            "stale_margin": margins[0],
-            "oracle_margin": margins[1],
-            "stale_kl": self._seen(stale)["kl"],
+            "oracle_margin": margin(oracle.logprobs[0], item),
             "oracle_right": right,
             "oracle_answer": self.cache.tokenizer.decode(oracle.token_ids),
+        }
+        if not right:
+            return row | {"kept": False}
+        best = sorted(oracle.logprobs[0], key=oracle.logprobs[0].__getitem__, reverse=True)
+        watched = list(dict.fromkeys([item.old_answer, item.new_answer, *best]))[:_MOST_TOKENS]
+        self._exact = {token: oracle.logprobs[0][token] for token in watched}
+        self._parent = self._episode.generate(list(item.old[: item.old_query_start]), max_tokens=1).version
+        if not self.cache.flush():
+            raise AgentCacheError("the parent's save did not end")
+        stale = self.cache.generate(list(item.old), max_tokens=_reply_tokens(item), **self._watch())
+        seen = self._seen(stale)
+        return row | {
+            "stale_margin": seen["margin"],
+            "stale_kl": seen["kl"],
             "stale_answer": self.cache.tokenizer.decode(stale.token_ids),
-            "kept": right and is_kept(*margins),
+            "kept": is_kept(seen["margin"], row["oracle_margin"]),
         }
 
     def repair(self, item: DerivedItem, arm: Arm) -> Row:
