@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import gc
 import logging
 import os
 import platform
 import warnings
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Final
 
@@ -18,6 +21,9 @@ __all__ = ["engine_args", "import_vllm", "is_quiet", "multiplies_16_bit"]
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION: Final = "agentcache.engine.worker_extension.WorkerExtension"
+# vLLM's own executor for one worker, under a path: by its name "uni" vLLM replaces it on CPUs, where it cannot set the threads of a
+# process that runs already. `launch` sets them before.
+IN_CORE: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Set by the cache itself: a second value in `engine_args` would contradict its own settings.
 RESERVED: Final = {
     "model": "model",
@@ -38,11 +44,23 @@ def is_quiet() -> bool:
     return os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper() == "ERROR"
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Holds the garbage collector: an import makes objects that stay, and looking at them is an eighth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def import_vllm() -> None:
     """Imports vLLM, and without its start-up noise when it shall be quiet."""
     if is_quiet():
         logging.getLogger("vllm").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _no_collections():
         warnings.simplefilter("ignore")
         try:
             import vllm.engine.arg_utils
@@ -75,6 +93,11 @@ def _dtype(config: CacheConfig, *, on_cpu: bool) -> str:
         return config.dtype
     logger.info("dtype='auto' is float32 here: this CPU multiplies 16-bit numbers in software")
     return "float32"
+
+
+def _is_parallel(config: CacheConfig) -> bool:
+    """Whether an engine has more than one worker."""
+    return any(config.engine_args.get(name, 1) != 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
 
 
 def engine_args(config: CacheConfig, model: str) -> Any:
@@ -121,6 +144,7 @@ def engine_args(config: CacheConfig, model: str) -> Any:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
+        "distributed_executor_backend": IN_CORE if on_cpu and not _is_parallel(config) else None,
         "kv_transfer_config": KVTransferConfig(
             kv_connector="AgentCacheConnector",
             kv_connector_module_path="agentcache.engine.connector",

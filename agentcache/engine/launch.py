@@ -1,7 +1,7 @@
 """Starts and stops vLLM for an `AgentCache`: environment, start-up checks, processes.
 
-Three processes serve one cache: the caller, vLLM's EngineCore (scheduler) and its Worker (model). The last two are spawned with
-`agentcache.engine.child` as their main module.
+Two processes serve one cache: the caller, and vLLM's EngineCore with the scheduler and the one worker, which has the model. More
+workers have a process each. All are spawned with `agentcache.engine.child` as their main module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import psutil
 from pydantic import ValidationError
 
 from agentcache.config import CacheConfig
-from agentcache.engine.arguments import engine_args, import_vllm, is_quiet
+from agentcache.engine.arguments import IN_CORE, engine_args, import_vllm, is_quiet
 from agentcache.engine.child import LOG_VARIABLE
 from agentcache.engine.support import check_config
 from agentcache.errors import ConfigError, EngineDeadError, RequestError, UnsupportedModelError
@@ -68,6 +68,18 @@ def _environment(config: CacheConfig, log: Path | None) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _threads(vllm_config: Any) -> Iterator[None]:
+    """Holds the OpenMP settings of a worker that runs in EngineCore: vLLM gives them to workers in processes of their own alone."""
+    if vllm_config.parallel_config.distributed_executor_backend != IN_CORE:
+        yield
+        return
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    with OMPProcessManager(vllm_config).configure_omp_envs(rank=0, local_rank=0):
+        yield
 
 
 @contextlib.contextmanager
@@ -265,7 +277,8 @@ class EngineStart:
             try:
                 if self._given_up.is_set():
                     raise RuntimeError("the start was given up")
-                llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+                with _threads(vllm_config):
+                    llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
             except Exception as error:
                 _release(error)
                 raise EngineDeadError(f"the vLLM engine did not start {self._why(error)}{_log_tail(log)}") from error

@@ -89,7 +89,7 @@ def start_llm(model: Path, threads: int, **args: Any) -> LLM:
     finally:
         if proxy is not None:
             sys.modules["llvmlite.binding.ffi"] = proxy
-        # Engines of other tests in this process have three processes each.
+        # Engines of other tests in this process have processes of their own.
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before

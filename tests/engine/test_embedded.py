@@ -441,17 +441,15 @@ async def test_flush_waits_for_saves_in_memory(cache: AsyncAgentCache) -> None:
 # -- the engine's death; the last tests of this module, for they replace its engine ------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["EngineCore", "Worker"])
-async def test_a_dead_engine_is_a_clear_error_and_a_restart_keeps_the_history(
-    cache: AsyncAgentCache, victim: int
-) -> None:
-    episode = cache.episode(f"death of {victim}")
+async def test_a_dead_engine_is_a_clear_error_and_a_restart_keeps_the_history(cache: AsyncAgentCache) -> None:
+    episode = cache.episode("death")
     first = await episode.generate(chat("12 grams"), max_tokens=2)
     pids = cache.pids
     open_request = asyncio.create_task(episode.generate(chat("13 grams"), **ENDLESS))
     while not unfinished(cache):
         await asyncio.sleep(0.01)
-    os.kill(pids[victim], signal.SIGKILL)
+    assert len(pids) == 1  # the worker lives in EngineCore
+    os.kill(pids[0], signal.SIGKILL)
     async with asyncio.timeout(120):
         with pytest.raises(EngineDeadError, match=r"has died.*cache\.restart\(\)"):
             await open_request
@@ -468,6 +466,22 @@ async def test_a_dead_engine_is_a_clear_error_and_a_restart_keeps_the_history(
     again = await episode.generate(chat("50 grams"), max_tokens=2)
     assert again.parent == after.version and again.recovery is not None and again.recovery.reused_tokens > 0
     assert len(episode.history()) == 4
+
+
+@pytest.mark.slow
+async def test_a_worker_in_a_process_of_its_own_that_dies_is_a_clear_error_too(tiny: Callable[[str], Path]) -> None:
+    own = {"engine_args": {"distributed_executor_backend": "mp"}}
+    async with AsyncAgentCache(tiny("llama"), **SETTINGS, **own) as cache:
+        core, worker = cache.pids
+        open_request = asyncio.create_task(cache.generate(LONG, **ENDLESS))
+        while not unfinished(cache):
+            await asyncio.sleep(0.01)
+        os.kill(worker, signal.SIGKILL)
+        async with asyncio.timeout(120):
+            with pytest.raises(EngineDeadError, match=r"has died.*cache\.restart\(\)"):
+                await open_request
+        await cache.restart()
+        assert set(cache.pids).isdisjoint((core, worker)) and not psutil.pid_exists(core)
 
 
 async def test_closing_twice_leaves_no_process_and_open_requests_fail(cache: AsyncAgentCache) -> None:

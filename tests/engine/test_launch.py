@@ -14,10 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from agentcache import AgentCache, CacheConfig, ConfigError, EngineDeadError, UnsupportedModelError
 from agentcache.engine import arguments as engine_arguments
-from agentcache.engine.arguments import engine_args, import_vllm
+from agentcache.engine.arguments import IN_CORE, engine_args, import_vllm
 from agentcache.engine.launch import EngineStart
 from tests.models import REFUSED
 
@@ -63,6 +65,16 @@ def test_the_settings_of_a_cache_become_engine_arguments(tmp_path: Path) -> None
     assert transfer.kv_load_failure_policy == "recompute"
     assert transfer.kv_connector_extra_config["host_bytes"] == 5 << 20
     assert transfer.kv_connector_extra_config["save_tokens_per_step"] == 96
+
+
+def test_one_worker_lives_in_the_engines_core_and_more_or_a_named_executor_as_vllm_has_them(tmp_path: Path) -> None:
+    def executor(**given: Any) -> Any:
+        return engine_args(CacheConfig.build(engine_args=given), str(tmp_path)).distributed_executor_backend
+
+    assert executor() == executor(tensor_parallel_size=1) == IN_CORE
+    assert resolve_obj_by_qualname(IN_CORE) is UniProcExecutor
+    assert executor(tensor_parallel_size=2) is executor(pipeline_parallel_size=2) is None
+    assert executor(distributed_executor_backend="mp") == "mp"
 
 
 def test_the_kv_space_is_a_quarter_of_the_free_memory_unless_the_environment_says_more(
