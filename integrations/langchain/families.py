@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-__all__ = ["FAMILIES", "NONE", "Family", "ParserNames", "choose_parsers", "template_of"]
+__all__ = ["FAMILIES", "FENCED", "NONE", "Family", "ParserNames", "choose_parsers", "template_of"]
 
 NONE: Final = "none"
 """The override that switches a parser off."""
+
+FENCED: Final = "hermes_or_fenced"
+"""Our parser beside vLLM's, see `fenced`."""
 
 
 class ParserNames(NamedTuple):
@@ -78,6 +81,7 @@ FAMILIES: Final = (
     Family("xlam", None, names=("xlam",)),
     Family("hermes", "deepseek_r1", ("<tool_call>",), names=("qwq",)),
     Family("hermes", "qwen3", ("<tool_call>", "<think>")),
+    Family(FENCED, None, ("<tool_call>",), types=("qwen2",)),
     Family("hermes", None, ("<tool_call>",)),
     Family(None, "deepseek_r1", ("<think>",)),
     # ChatML without a word on tools: what such models were taught of them is Hermes' form.

@@ -20,6 +20,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from agentcache.errors import ConfigError
 from agentcache.integrations.langchain.families import NONE, ParserNames
+from agentcache.integrations.langchain.fenced import FencedToolParser, register
 from agentcache.integrations.langchain.forms import CallPart, Parsed, Wanted
 from agentcache.integrations.langchain.grammar import BACKENDS, tightened
 
@@ -64,6 +65,7 @@ class OutputParsers:
         self._model = model
         self._closed: bool | None = None
         self._classes: dict[tuple[bool, str], type[Parser]] = {}
+        register()
         _check("tool_parser", self.names.tool, ToolParserManager.list_registered())
         _check("reasoning_parser", self.names.reasoning, ReasoningParserManager.list_registered())
 
@@ -249,6 +251,8 @@ class RequestParser:
             return Parsed(text)
         if len(self._ids) == len(token_ids):
             self.parser.set_prompt_token_ids(self.prompt_end)
+        if isinstance(self.parser.tool_parser, FencedToolParser):
+            self.parser.tool_parser.ended = finished
         new = self.parser.parse_delta(text, list(token_ids), self.request, self.prompt_end, finished=finished)
         if new is None:
             return Parsed()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentcache.integrations.langchain.families import FAMILIES, choose_parsers, template_of
+from agentcache.integrations.langchain.families import FAMILIES, FENCED, choose_parsers, template_of
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 
@@ -15,7 +15,7 @@ TEMPLATES = Path(__file__).parent.parent / "templates"
 @pytest.mark.parametrize(
     ("template", "model_type", "tool", "reasoning"),
     [
-        ("qwen2_5", "qwen2", "hermes", None),
+        ("qwen2_5", "qwen2", "hermes_or_fenced", None),
         ("qwen3", "qwen3", "hermes", "qwen3"),
         ("qwen3_instruct_2507", "qwen3", "hermes", None),
         ("qwen3_6", "qwen3_5", "qwen3_coder", "qwen3"),
@@ -49,10 +49,15 @@ def test_marks_of_a_template_and_parts_of_a_name(
     assert choose_parsers(template, model_type, name) == expected
 
 
-def test_vllm_has_every_parser_of_the_table() -> None:
+def test_vllm_has_every_parser_of_the_table_and_is_given_ours() -> None:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
+    from agentcache.integrations.langchain.fenced import FencedToolParser, register
+
+    register()
+    register()
+    assert ToolParserManager.get_tool_parser(FENCED) is FencedToolParser
     assert {f.tool for f in FAMILIES} - {None} <= set(ToolParserManager.list_registered())
     assert {f.reasoning for f in FAMILIES} - {None} <= set(ReasoningParserManager.list_registered())
 

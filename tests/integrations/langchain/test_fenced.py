@@ -1,0 +1,141 @@
+"""Calls that a model writes as JSON in a fence, or bare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from langchain_core.tools import tool
+
+from agentcache.integrations.langchain.families import FENCED, ParserNames
+from agentcache.integrations.langchain.forms import Parsed, Wanted
+from agentcache.integrations.langchain.tools import choose, format_tools
+
+Make = Callable[..., Any]
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+@tool
+def write(text: str) -> str:
+    """Writes."""
+    return text
+
+
+TOOLS = format_tools([add, write])
+ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+WRITE = '{"name": "write", "arguments": {"text": "as in\\n```json\\n{}\\n```\\nhere"}}'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_path)
+
+
+@pytest.fixture
+def parser(tokenizer: Any) -> Any:
+    from agentcache.integrations.langchain.parsing import OutputParsers
+
+    kind = SimpleNamespace(model_type="qwen2")
+    parsers = OutputParsers(
+        ParserNames(FENCED, None),
+        tokenizer=tokenizer,
+        model_config=SimpleNamespace(hf_overrides=None, hf_config=kind, hf_text_config=kind),
+        prompt_end=lambda: list(tokenizer.encode("<|im_start|>assistant\n")),
+        grammar_waits=False,
+        grammar_backend="auto",
+        model="a-model",
+    )
+    return parsers.of(Wanted(TOOLS, choose("auto", TOOLS)), [])
+
+
+def calls(parsed: Sequence[Parsed]) -> list[tuple[str, Any]]:
+    """Names and arguments of what came, in one piece or many."""
+    found: dict[int, list[str]] = {}
+    for part in (call for each in parsed for call in each.calls):
+        name_and_arguments = found.setdefault(part.index, ["", ""])
+        name_and_arguments[0] += part.name or ""
+        name_and_arguments[1] += part.arguments
+    return [(name, json.loads(arguments)) for name, arguments in found.values()]
+
+
+def stream(parser: Any, tokenizer: Any, text: str) -> list[Parsed]:
+    """What a stream of a text's tokens gives, the last delta without text as an engine's may be."""
+    ids, found, sent = tokenizer.encode(text), list[Parsed](), ""
+    for at in range(1, len(ids) + 1):
+        whole = tokenizer.decode(ids[:at])
+        found.append(parser.delta(whole.removeprefix(sent), [ids[at - 1]], finished=False))
+        sent = whole
+    return [*found, parser.delta("", [], finished=True)]
+
+
+CALLS = {
+    "a fence": (f"```json\n{ADD}\n```", "", ["add"]),
+    "a fence without a word": (f"```\n{ADD}\n```", "", ["add"]),
+    "a fence that is not closed": (f"```json\n{ADD}", "", ["add"]),
+    "bare": (ADD, "", ["add"]),
+    "bare, over lines": (json.dumps(json.loads(ADD), indent=2), "", ["add"]),
+    "behind words": (f"I add them.\n```json\n{ADD}\n```", "I add them.\n", ["add"]),
+    "two fences": (f"```json\n{ADD}\n```\n```json\n{WRITE}\n```", "", ["add", "write"]),
+    "a list": (f"```json\n[{ADD}, {WRITE}]\n```", "", ["add", "write"]),
+    "parameters": (ADD.replace("arguments", "parameters"), "", ["add"]),
+    "tags": (f"<tool_call>\n{ADD}\n</tool_call>", "", ["add"]),
+    "a fence in an argument": (f"```json\n{WRITE}\n```", "", ["write"]),
+}
+TEXTS = {
+    "another tool": ADD.replace('"add"', '"subtract"'),
+    "no arguments": '{"name": "add"}',
+    "arguments that are none": '{"name": "add", "arguments": 3}',
+    "other JSON": 'Here:\n```json\n{"id": 3, "of": [1, 2]}\n```\nThat is all.',
+    "no JSON": "```json\n{name: add}\n```\nThat is all.",
+    "JSON that is cut": '```json\n{"name": "add", "argu',
+    "a list with something else": f"[{ADD}, 3]",
+    "other code": "```python\nprint({})\n```",
+    "words": "Use `add` or ``write``",
+    "bare behind words": f"The call is {ADD}",
+    "a fence at the end": "```json\n",
+}
+
+
+@pytest.mark.parametrize(("text", "content", "names"), CALLS.values(), ids=CALLS)
+def test_calls_are_read_wherever_they_stand(
+    parser: Any, tokenizer: Any, text: str, content: str, names: list[str]
+) -> None:
+    whole = [parser.parse(text, tokenizer.encode(text))]
+    known = dict(json.loads(call).values() for call in (ADD, WRITE))
+    assert calls(whole) == [(name, known[name]) for name in names]
+    assert whole[0].content == content
+
+
+@pytest.mark.parametrize(("text", "content", "names"), CALLS.values(), ids=CALLS)
+def test_a_stream_gives_the_same_calls(parser: Any, tokenizer: Any, text: str, content: str, names: list[str]) -> None:
+    parts = stream(parser, tokenizer, text)
+    known = dict(json.loads(call).values() for call in (ADD, WRITE))
+    assert calls(parts) == [(name, known[name]) for name in names]
+    assert "".join(part.content for part in parts) == content
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_what_is_no_call_is_text_and_nothing_of_it_is_lost(parser: Any, tokenizer: Any, text: str) -> None:
+    assert parser.parse(text, tokenizer.encode(text)) == Parsed(text)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_stream_loses_nothing_either(parser: Any, tokenizer: Any, text: str) -> None:
+    parts = stream(parser, tokenizer, text)
+    assert "".join(part.content for part in parts) == text and not calls(parts)
+
+
+def test_other_json_is_streamed_as_it_comes(parser: Any, tokenizer: Any) -> None:
+    parts = stream(parser, tokenizer, '```json\n{"id": 3, "of": [1, 2, 3, 4, 5, 6]}\n```')
+    assert sum(bool(part.content) for part in parts) > 10
