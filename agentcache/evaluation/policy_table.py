@@ -1,0 +1,119 @@
+"""One line a policy, of the results of `paired-edit` and `qa`: what it recomputes, how long it takes, what it recovers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from agentcache.errors import ConfigError
+from agentcache.evaluation.paired_arms import TRANSPLANT
+from agentcache.evaluation.qa_cells import AGAIN, ALL
+from agentcache.evaluation.report import Column, markdown_table
+from agentcache.recovery import get_policy
+from agentcache.recovery.spec import parse_policy
+
+__all__ = ["policy_lines", "policy_table"]
+
+Cell = Mapping[str, Any]
+Line = dict[str, Any]
+
+_FORM: Final = "table"  # the derived condition as the paper has it
+_NEEDED: Final[dict[str, dict[str, Any]]] = {  # options without which a policy is none
+    "patchkv": {"window": 0},
+    "carrier_window": {"start": 0, "stop": 1},
+}
+
+
+def policy_lines(results: Iterable[Mapping[str, Any]]) -> tuple[list[Line], list[int]]:
+    """Returns a line for each policy and budget, and the distances that there are, ascending.
+
+    A line has `policy`, `k`, `exact`, `source`, `mr` by distance, and, where a result has them, `recompute_ratio` and
+    `ttft_ratio` (its time to the first token over prefix caching's) at the shortest distance, `f1_diff` and `f1_diff_ci`.
+
+    Args:
+        results: What the JSON files of `paired-edit` and `qa` hold, in any order.
+
+    Raises:
+        ConfigError: There is nothing of either, two results differ in their model, or one measures a cell that another has too.
+    """
+    cells = [cell for result in results for cell in result.get("cells", ())]
+    paired = [cell for cell in cells if (cell.get("condition"), cell.get("form")) == ("derived", _FORM)]
+    asked = [cell for cell in cells if (cell.get("dataset"), cell.get("edit")) == (ALL, ALL)]
+    for kind, found in (("paired-edit", paired), ("qa", asked)):
+        if len(models := sorted({cell["model"] for cell in found})) > 1:
+            raise ConfigError(f"these results of {kind} are of {' and '.join(models)}; give those of one model")
+    lines: dict[tuple[str, int | None], Line] = {}
+    for cell in paired:
+        if cell["policy"].startswith(TRANSPLANT):
+            continue
+        line = _line(lines, cell["policy"], cell["k"])
+        if cell["distance"] in line["mr"]:
+            raise ConfigError(f"two results measure {cell['policy']} at distance {cell['distance']}; give one")
+        line["mr"][cell["distance"]] = cell["mr"]
+        if cell["distance"] == min(line["mr"]):
+            line |= {"recompute_ratio": cell["recompute_ratio"], "ttft_ratio": 1 / cell["speedup"]}
+    for cell in asked:
+        if cell["policy"] != AGAIN:
+            _line(lines, cell["policy"], None).update(f1_diff=cell["f1_diff"], f1_diff_ci=cell["f1_diff_ci"])
+    if not lines:
+        raise ConfigError(
+            "these results have no derived items and no questions; give files of `eval paired-edit` or `eval qa`"
+        )
+    return sorted(lines.values(), key=_rank), sorted({d for line in lines.values() for d in line["mr"]})
+
+
+def policy_table(results: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the lines of `policy_lines` as a Markdown table; a dash where nothing was measured.
+
+    Raises:
+        ConfigError: See there.
+    """
+    lines, distances = policy_lines(results)
+    columns = [
+        Column("policy", _name, left=True),
+        Column("exact", lambda line: line["exact"], left=True),
+        Column("source", lambda line: line["source"], left=True),
+        Column("recomputed", lambda line: _percent(line.get("recompute_ratio"))),
+        Column("TTFT", lambda line: _percent(line.get("ttft_ratio"))),
+        *(Column(f"MR, d = {d:,}", lambda line, d=d: _two(line["mr"].get(d))) for d in distances),  # type: ignore[misc]
+    ]
+    if any("f1_diff" in line for line in lines):
+        columns.append(Column("F1 difference", _difference))
+    return markdown_table(lines, columns)
+
+
+def _line(lines: dict[tuple[str, int | None], Line], policy: str, k: int | None) -> Line:
+    """Returns the line of a policy and a budget, which begins here; without a budget, that of its least one."""
+    name, options = parse_policy(policy)
+    if k is None and (policy, None) not in lines:
+        budgets = sorted(known for spec, known in lines if spec == policy and known is not None)
+        k = budgets[0] if budgets else None
+    if (policy, k) not in lines:
+        made = get_policy(name, _NEEDED.get(name, {}) | options)
+        exact = "where it pays less" if name == "auto" else "yes" if made.exact else "no"
+        lines[policy, k] = {"policy": policy, "k": k, "exact": exact, "source": made.source, "mr": {}}
+    return lines[policy, k]
+
+
+def _rank(line: Line) -> tuple[bool, str, int]:
+    return line["exact"] != "yes", line["policy"], line["k"] or 0
+
+
+def _name(line: Cell) -> str:
+    return f"`{line['policy']}`" + ("" if line["k"] is None else f" K={line['k']}")
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _difference(line: Cell) -> str:
+    value: float | None = line.get("f1_diff")
+    bounds: Sequence[float] | None = line.get("f1_diff_ci")
+    if value is None or bounds is None:
+        return "–"
+    return f"{100 * value:+.1f} [{100 * bounds[0]:+.1f}, {100 * bounds[1]:+.1f}]"
