@@ -7,7 +7,7 @@ ENGINE ?= cpu
 ARGS ?=
 BIN := .venv/bin
 
-# Where it is set, each of an engine's three processes would compile all of vLLM and torch anew at every start.
+# Where it is set, each process of an engine would compile all of vLLM and torch anew at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

@@ -90,10 +90,13 @@ class AMemMemory(UnitMemory):
             history: Its earlier turns, without notes.
             **options: As in `Episode.generate`.
         """
-        return self.send(self.request(self.retrieve(question), question, history), episode, **options)
+        reply: Reply = self.send(self.request(self.retrieve(question), question, history), episode, **options)
+        return reply
 
     async def aask(
         self, question: str, *, episode: str, history: Iterable[Mapping[str, Any]] = (), **options: Any
     ) -> Reply:
         """Returns the reply to a question on an `AsyncAgentCache`; see `ask`. Retrieval itself blocks, as A-Mem's does."""
-        return await self.asend(await self.arequest(self.retrieve(question), question, history), episode, **options)
+        request = await self.arequest(self.retrieve(question), question, history)
+        reply: Reply = await self.asend(request, episode, **options)
+        return reply

@@ -168,11 +168,13 @@ class LiCoMemory(UnitMemory):
             **options: As in `Episode.generate`.
         """
         units = asyncio.run(self.retrieve(question, time))
-        return self.send(self.request(units, question, history), episode, **options)
+        reply: Reply = self.send(self.request(units, question, history), episode, **options)
+        return reply
 
     async def aask(
         self, question: str, *, episode: str, time: str = "", history: Iterable[Mapping[str, Any]] = (), **options: Any
     ) -> Reply:
         """Returns the reply to a question on an `AsyncAgentCache`; see `ask`."""
         units = await self.retrieve(question, time)
-        return await self.asend(await self.arequest(units, question, history), episode, **options)
+        reply: Reply = await self.asend(await self.arequest(units, question, history), episode, **options)
+        return reply

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentcache.cache import AgentCache
 from agentcache.engine.embedded import AsyncAgentCache
@@ -26,6 +26,9 @@ from agentcache.episodes.diff import MIN_SPAN
 from agentcache.errors import ConfigError
 from agentcache.recovery import get_policy
 from agentcache.reply import Reply
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs  # `typing` has it from Python 3.13 on
 
 __all__ = ["MemoryPrompt", "MemoryRequest", "MemoryUnit", "UnitChunks", "UnitMemory", "UnitOrder"]
 
@@ -294,5 +297,5 @@ class UnitMemory:
         return {"sources": request.sources, **own, **options}
 
 
-def _is_async(cache: AgentCache | AsyncAgentCache) -> bool:
+def _is_async(cache: AgentCache | AsyncAgentCache) -> TypeIs[AsyncAgentCache]:
     return inspect.iscoroutinefunction(cache.encode_chunk)

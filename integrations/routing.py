@@ -182,7 +182,8 @@ class Router:
     def episodes(self, thread_id: str) -> tuple[str, ...]:
         """Returns the ids of a thread's episodes."""
         with self._lock:
-            return self._lines.episodes(str(thread_id))
+            found: tuple[str, ...] = self._lines.episodes(str(thread_id))
+        return found
 
     def waiting(self, thread_id: str) -> tuple[str, ...]:
         """Returns the ids of a thread's episodes that its interrupt holds up: those whose tool calls have no answer yet.
@@ -190,7 +191,8 @@ class Router:
         Where there are none, its own episode, else the one that was called last.
         """
         with self._lock:
-            return self._lines.waiting(str(thread_id))
+            found: tuple[str, ...] = self._lines.waiting(str(thread_id))
+        return found
 
     def forget(self, thread_id: str) -> tuple[str, ...]:
         """Drops a thread's episodes, which frees their KV, and returns their ids.
@@ -225,7 +227,8 @@ class Router:
 
     def _forget(self, thread_id: str) -> tuple[str, ...]:
         with self._lock:
-            return self._lines.forget(str(thread_id))
+            gone: tuple[str, ...] = self._lines.forget(str(thread_id))
+        return gone
 
     def _loop(self) -> asyncio.AbstractEventLoop | None:
         cache = self.cache

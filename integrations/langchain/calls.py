@@ -112,7 +112,7 @@ class Caller:
 
     @cached_property
     def _takes_several_calls(self) -> bool:
-        return takes_several_calls(self.renderer)
+        return bool(takes_several_calls(self.renderer))
 
     @cached_property
     def _prompt_end(self) -> list[int]:
@@ -184,7 +184,8 @@ class Caller:
         """
         for left in range(call.retries, -1, -1):
             try:
-                return await self.engine.generate(call.route, call.chat, call.options)
+                reply: Reply = await self.engine.generate(call.route, call.chat, call.options)
+                return reply
             except RequestError as error:
                 _again(error, left)
         raise AssertionError("unreachable")

@@ -113,7 +113,7 @@ class ChatAgentCache(BaseChatModel):
             self.engine = self._owned = AgentCache(self.model, **own, **self.settings)
         self.model = self.engine.config.model
         if self.profile is None:
-            self.profile = self._resolve_model_profile()
+            self.profile: ModelProfile | None = self._resolve_model_profile()
 
     # -- life ----------------------------------------------------------------------------------------------------------
 

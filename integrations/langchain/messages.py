@@ -84,7 +84,7 @@ def _role(index: int, message: BaseMessage) -> str:
     if (known := _ROLES.get(type(message))) is not None:
         return known
     if isinstance(message, ChatMessage):
-        return message.role
+        return str(message.role)
     for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role

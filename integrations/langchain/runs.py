@@ -69,7 +69,7 @@ def begin(
     """
     config = ensure_config(config)
     kind: type[BaseCallbackManager] = CallbackManager if synchronous else AsyncCallbackManager
-    callbacks = kind.configure(config.get("callbacks"))  # type: ignore[attr-defined]
+    callbacks = kind.configure(config.get("callbacks"))
     run_id = config.get("run_id") or uuid7()
     metadata = {**callbacks.metadata, **(own or {}), **(config.get("metadata") or {})}
     config = {**config, "callbacks": callbacks, "run_id": run_id}

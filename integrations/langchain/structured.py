@@ -51,7 +51,7 @@ def structured(
     if method == "function_calling":
         name = convert_to_openai_tool(schema)["function"]["name"]
         bound = model.bind_tools(
-            [schema],  # type: ignore[list-item]
+            [schema],
             tool_choice=name,
             strict=strict,
             parallel_tool_calls=False,
@@ -59,7 +59,7 @@ def structured(
             **options,
         )
         if is_class:
-            parser = PydanticToolsParser(tools=[schema], first_tool_only=True)  # type: ignore[list-item]
+            parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
         else:
             parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
     else:
@@ -75,5 +75,5 @@ def structured(
 def _format(schema: Mapping[str, Any] | type, method: Method) -> dict[str, Any]:
     if method == "json_mode":
         return {"type": "json_object"}
-    plain = convert_to_json_schema(schema)  # type: ignore[arg-type]
+    plain = convert_to_json_schema(schema)
     return {"type": "json_schema", "json_schema": {"name": str(plain.get("title", "reply")), "schema": plain}}

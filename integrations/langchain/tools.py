@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
@@ -13,7 +13,7 @@ from agentcache.errors import ConfigError, RenderError
 
 __all__ = ["ToolLike", "choose", "format_tools", "is_forced", "rendered", "takes_several_calls"]
 
-ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+ToolLike: TypeAlias = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 _KEYS: Final = ("name", "description", "parameters", "strict")
 
 

@@ -72,7 +72,8 @@ class FreeOnDelete(BaseCheckpointSaver[Any]):
     @property
     def config_specs(self) -> list[Any]:
         """Those of the checkpointer below."""
-        return self.saver.config_specs
+        specs: list[Any] = self.saver.config_specs
+        return specs
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Passed on."""
@@ -91,7 +92,8 @@ class FreeOnDelete(BaseCheckpointSaver[Any]):
         limit: int | None = None,
     ) -> Iterator[CheckpointTuple]:
         """Passed on."""
-        return self.saver.list(config, filter=filter, before=before, limit=limit)
+        found: Iterator[CheckpointTuple] = self.saver.list(config, filter=filter, before=before, limit=limit)
+        return found
 
     async def alist(
         self,
@@ -157,13 +159,19 @@ class FreeOnDelete(BaseCheckpointSaver[Any]):
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
         """Passed on."""
-        return self.saver.get_delta_channel_history(config=config, channels=channels)
+        history: Mapping[str, DeltaChannelHistory] = self.saver.get_delta_channel_history(
+            config=config, channels=channels
+        )
+        return history
 
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
         """Passed on."""
-        return await self.saver.aget_delta_channel_history(config=config, channels=channels)
+        history: Mapping[str, DeltaChannelHistory] = await self.saver.aget_delta_channel_history(
+            config=config, channels=channels
+        )
+        return history
 
     def get_next_version(self, current: Any, channel: None) -> Any:
         """Passed on."""

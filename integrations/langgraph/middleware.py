@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ModelResponse, ToolCallRequest
 from langchain_core.messages import ToolMessage
+from langchain_core.tools import BaseTool
 from langgraph.types import Command
 
 from agentcache.cache import AgentCache
@@ -58,7 +59,7 @@ class AgentCacheMiddleware(AgentMiddleware):
             )
         self.unsupported_model_behavior = unsupported_model_behavior
         self.options = check_options(options)
-        self.tools = []
+        self.tools: list[BaseTool] = []
         self._cache = weakref.ref(cache) if cache is not None else lambda: None
         self._pauses = ToolPauses()
 

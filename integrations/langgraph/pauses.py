@@ -107,7 +107,8 @@ class _Reply:
 
 
 def _key(call: ToolCall) -> str:
-    return call["id"] or call["name"]
+    key: str = call["id"] or call["name"]
+    return key
 
 
 def _reply_of(call: ToolCall, state: Any) -> tuple[_Calls, frozenset[str]] | None:
