@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.evaluation.policy_table import policy_table
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -31,6 +33,19 @@ def test_the_table_is_the_committed_result():
     assert f"--policies {','.join(row['policy'] for row in result['rows'])} " in flat
     assert f"measuring attention at a save takes {result['attention']['share']:.1%} of its prefill" in flat
     assert result["model"] == "smollm2" and result["reps"] == 9
+
+
+def test_what_policies_recover_is_the_committed_result():
+    (files,) = re.findall(r"`agentcache eval table (docs/results/[^`]*)`", " ".join(README.split()))
+    results = [json.loads((ROOT / file).read_text()) for file in files.split()]
+    assert policy_table(results) in README
+    cells = [cell for result in results for cell in result["cells"] if cell["policy"] == "edit_local"]
+    flat = " ".join(README.split())
+    for cell in cells:
+        assert (
+            f"{cell['n_kept']} items that the model answers, of {cell['n_drawn']}; {cell['prompt_tokens']:,} tokens"
+            in flat
+        )
 
 
 def test_the_checkpoints_are_the_committed_result():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -90,9 +91,15 @@ def _line(lines: dict[tuple[str, int | None], Line], policy: str, k: int | None)
         k = budgets[0] if budgets else None
     if (policy, k) not in lines:
         made = get_policy(name, _NEEDED.get(name, {}) | options)
-        exact = "where it pays less" if name == "auto" else "yes" if made.exact else "no"
-        lines[policy, k] = {"policy": policy, "k": k, "exact": exact, "source": made.source, "mr": {}}
+        exact = "where it saves little" if name == "auto" else "yes" if made.exact else "no"
+        lines[policy, k] = {"policy": policy, "k": k, "exact": exact, "source": _short(made.source), "mr": {}}
     return lines[policy, k]
+
+
+def _short(source: str) -> str:
+    """Returns the name in a policy's source: a paper's without its subtitle, `ours`."""
+    name = re.split(r": |, (?:as|from|after) ", source)[0]
+    return "ours" if name == "agentcache" else name
 
 
 def _rank(line: Line) -> tuple[bool, str, int]:

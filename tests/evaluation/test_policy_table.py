@@ -59,6 +59,7 @@ def test_a_line_holds_what_both_commands_found(order: int) -> None:
     ]
     assert [line["exact"] for line in lines] == ["yes", "no", "no", "no", "no"]
     assert [line.get("f1_diff") for line in lines] == [None, -0.01, None, 0.0, None]
+    assert [line["source"] for line in lines] == ["prefix caching", "ours", "ours", "EPIC", "PatchKV"]
     assert lines[1]["recompute_ratio"] == 0.1 and lines[1]["ttft_ratio"] == 0.25
 
 
