@@ -24,6 +24,12 @@ WORKER_EXTENSION: Final = "agentcache.engine.worker_extension.WorkerExtension"
 # vLLM's own executor for one worker, under a path: by its name "uni" vLLM replaces it on CPUs, where it cannot set the threads of a
 # process that runs already. `launch` sets them before.
 IN_CORE: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_WORKERS: Final = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "data_parallel_size",
+)
 # Set by the cache itself: a second value in `engine_args` would contradict its own settings.
 RESERVED: Final = {
     "model": "model",
@@ -96,8 +102,8 @@ def _dtype(config: CacheConfig, *, on_cpu: bool) -> str:
 
 
 def _is_parallel(config: CacheConfig) -> bool:
-    """Whether an engine has more than one worker."""
-    return any(config.engine_args.get(name, 1) != 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    """Whether there is more than one worker."""
+    return any(config.engine_args.get(name, 1) != 1 for name in _WORKERS)
 
 
 def engine_args(config: CacheConfig, model: str) -> Any:

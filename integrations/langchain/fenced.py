@@ -25,7 +25,7 @@ _OPEN: Final = re.compile(r"```(?:json)?[ \t]*\n\s*(?=[{\[])|\A\s*(?=[{\[])")
 _OPENS: Final = re.compile(r"`{1,2}\Z|```[a-z]*[ \t]*\n?\s*\Z")  # what may become an opening
 _CLOSE: Final = re.compile(r"\s*(?:```)?")
 _CLOSED: Final = re.compile(r"\n[ \t]*```")
-_FIRST_KEY: Final = re.compile(r'[\[\s]*\{\s*"([^"]*)"')
+_BEGINS: Final = re.compile(r'[\[\s]*(?:\{\s*(?:"(?P<key>[^"]*)(?P<end>")?.*)?)?\Z', re.DOTALL)
 _ARGUMENTS: Final = ("arguments", "parameters")
 _decoder: Final = json.JSONDecoder()
 
@@ -112,5 +112,8 @@ class FencedToolParser(Hermes2ProToolParser):
     @staticmethod
     def _may_become_a_call(text: str) -> bool:
         """Whether JSON that is not whole yet, or none, can turn out to be a call."""
-        key = _FIRST_KEY.match(text)
-        return (key is None or key.group(1) in ("name", *_ARGUMENTS)) and _CLOSED.search(text) is None
+        begins = _BEGINS.match(text)
+        if begins is None or _CLOSED.search(text):
+            return False
+        key, whole = begins["key"], begins["end"]
+        return key is None or any(name == key if whole else name.startswith(key) for name in ("name", *_ARGUMENTS))

@@ -73,7 +73,8 @@ def test_one_worker_lives_in_the_engines_core_and_more_or_a_named_executor_as_vl
 
     assert executor() == executor(tensor_parallel_size=1) == IN_CORE
     assert resolve_obj_by_qualname(IN_CORE) is UniProcExecutor
-    assert executor(tensor_parallel_size=2) is executor(pipeline_parallel_size=2) is None
+    for more in ("tensor", "pipeline", "prefill_context", "data"):
+        assert executor(**{f"{more}_parallel_size": 2}) is None
     assert executor(distributed_executor_backend="mp") == "mp"
 
 

@@ -104,6 +104,8 @@ TEXTS = {
     "words": "Use `add` or ``write``",
     "bare behind words": f"The call is {ADD}",
     "a fence at the end": "```json\n",
+    "a list of words": "[as the first says]",
+    "an object whose first key is no call's": '{"names": ["add"], "arguments": {}}',
 }
 
 
@@ -136,6 +138,16 @@ def test_a_stream_loses_nothing_either(parser: Any, tokenizer: Any, text: str) -
     assert "".join(part.content for part in parts) == text and not calls(parts)
 
 
-def test_other_json_is_streamed_as_it_comes(parser: Any, tokenizer: Any) -> None:
-    parts = stream(parser, tokenizer, '```json\n{"id": 3, "of": [1, 2, 3, 4, 5, 6]}\n```')
-    assert sum(bool(part.content) for part in parts) > 10
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```json\n{"id": 3, "of": [1, 2, 3, 4, 5, 6]}\n```',
+        "[as the first of the two documents says, in words]",
+        "{that is a set, not an object, and it goes on}",
+        "[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13",
+    ],
+)
+def test_what_cannot_become_a_call_is_streamed_as_it_comes(parser: Any, tokenizer: Any, text: str) -> None:
+    parts = stream(parser, tokenizer, text)
+    assert sum(bool(part.content) for part in parts) > 8
+    assert "".join(part.content for part in parts) == text
