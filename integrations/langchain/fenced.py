@@ -1,8 +1,8 @@
 """A parser of tool calls for models that write them as JSON in a Markdown fence, or bare, where their template asks for tags.
 
 Qwen2.5 and its coders do so as often as not. vLLM's `hermes` reads the tags alone and its `xlam` fenced arrays alone, so such a call
-would be an answer that shows JSON to the user. This one is `hermes` over a text in which every object that names a tool that was
-given, with arguments, stands between tags. Import it only after an engine has started, see `parsing`.
+would be an answer that shows JSON to the user. This one is `hermes` over a text in which each such call of a tool that was given
+stands between tags: an object of `name` and `arguments` alone, or a list of them, at the reply's start or at that of a fence. Import it only after an engine has started, see `parsing`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from agentcache.integrations.langchain.families import FENCED
 
 __all__ = ["FencedToolParser", "register"]
 
-_OPEN: Final = re.compile(r"```(?:json)?[ \t]*\n\s*(?=[{\[])|\A\s*(?=[{\[])")
-_OPENS: Final = re.compile(r"`{1,2}\Z|```[a-z]*[ \t]*\n?\s*\Z")  # what may become an opening
-_CLOSE: Final = re.compile(r"\s*(?:```)?")
-_CLOSED: Final = re.compile(r"\n[ \t]*```")
-_BEGINS: Final = re.compile(r'[\[\s]*(?:\{\s*(?:"(?P<key>[^"]*)(?P<end>")?.*)?)?\Z', re.DOTALL)
-_ARGUMENTS: Final = ("arguments", "parameters")
+_FENCE: Final = "```"
+_HEAD: Final = re.compile(r"(\w*)[ \t]*\n\s*")  # of a fence: its language and the end of the line
+_PART_OF_HEAD: Final = re.compile(r"\w*[ \t]*")
+_LANGUAGES: Final = ("", "json")
+_CLOSE: Final = re.compile(r"\s*(?:```(?!\w)(?:\s*</tool_call>)?)?")
+_TAG: Final = re.compile(r"<tool_call>\s*\Z")
+_TICKS: Final = re.compile(r"`{1,2}\Z")
+_BEGINS: Final = re.compile(
+    r'\[?\s*(?:\{\s*(?:"(?P<key>[^"]*)(?P<key_end>")?(?:\s*:\s*"(?P<name>[^"]*)(?P<name_end>")?)?.*)?)?\Z', re.DOTALL
+)
+_KEYS: Final = ("name", "arguments")  # in the order in which `hermes` reads them
 _decoder: Final = json.JSONDecoder()
 
 
@@ -46,7 +51,8 @@ class FencedToolParser(Hermes2ProToolParser):
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None) -> None:
         super().__init__(tokenizer, tools)
         self.ended = False
-        self._names = {getattr(tool, "function", tool).name for tool in self.tools}
+        self._sent_content_idx: int = 0  # of `hermes`
+        self._names: list[str] = [getattr(tool, "function", tool).name for tool in self.tools]
 
     def extract_tool_calls(self, model_output: str, request: ChatCompletionRequest) -> ExtractedToolCallInformation:
         """Returns the calls of a whole reply, and the text before the first."""
@@ -65,55 +71,95 @@ class FencedToolParser(Hermes2ProToolParser):
     ) -> DeltaMessage | None:
         """Returns what is new in a stream. A call in a fence comes in one piece, once its JSON is whole."""
         tagged = self._tagged(current_text, ended=self.ended)
-        return super().extract_tool_calls_streaming(
+        found = super().extract_tool_calls_streaming(
             previous_text, tagged, delta_text, previous_token_ids, current_token_ids, delta_token_ids, request
         )
+        if self.ended and self.tool_call_start_token not in tagged and len(tagged) > self._sent_content_idx:
+            # `hermes` waits for the rest of what may be a tag.
+            content = (found.content or "" if found else "") + tagged[self._sent_content_idx :]
+            self._sent_content_idx = len(tagged)
+            return DeltaMessage(content=content)
+        return found
 
     def _tagged(self, text: str, *, ended: bool) -> str:
         """Returns a text with its calls between tags, and without its end where that may become a call."""
-        out, at = list[str](), 0
-        for opening in _OPEN.finditer(text):
-            if opening.start() < at:  # in a string of a call
-                continue
-            try:
-                value, end = _decoder.raw_decode(text, opening.end())
-            except json.JSONDecodeError:
-                if not ended and self._may_become_a_call(text[opening.end() :]):
-                    return "".join([*out, text[at : opening.start()]])
-                continue
-            if calls := list(self._calls(value)):
-                out.append(text[at : opening.start()])
-                out += [f"{self.tool_call_start_token}\n{call}\n{self.tool_call_end_token}" for call in calls]
+        start = len(text) - len(text.lstrip())
+        if start == len(text):
+            return text if ended else ""
+        out, at, scan = list[str](), 0, 0
+        if text[start] in "{[":
+            found = self._calls_at(text, start, ended=ended)
+            if found is None:
+                return ""
+            calls, end = found
+            if calls:
+                out, at, scan = calls, end, end
+        while (fence := text.find(_FENCE, scan)) >= 0:
+            behind = fence + len(_FENCE)
+            head = _HEAD.match(text, behind)
+            tag = _TAG.search(text, at, fence)
+            begin = tag.start() if tag else fence
+            found = None
+            if head is not None and head[1] in _LANGUAGES:
+                found = self._calls_at(text, head.end(), ended=ended)
+            elif head is not None or ended or not _PART_OF_HEAD.fullmatch(text, behind):
+                found = [], behind
+            if found is None:
+                return "".join([*out, text[at:begin]])
+            calls, end = found
+            if calls:
                 closing = _CLOSE.match(text, end)
                 assert closing is not None  # it matches nothing, too
-                at = closing.end()
-        rest = text[at:]
-        if not ended and (held := _OPENS.search(rest)):
-            rest = rest[: held.start()]
-        return "".join([*out, rest])
+                out += [text[at:begin], *calls]
+                at = scan = closing.end()
+            else:
+                closes = text.find(_FENCE, behind)
+                if closes < 0:
+                    return "".join([*out, text[at:]])
+                scan = closes + len(_FENCE)
+        held = None if ended else _TICKS.search(text, scan)
+        return "".join([*out, text[at : held.start() if held else None]])
+
+    def _calls_at(self, text: str, at: int, *, ended: bool) -> tuple[list[str], int] | None:
+        """Returns the calls, tagged, that stand one after another from a place on, and their end; None: it is too early to tell."""
+        calls, end = list[str](), at
+        while True:
+            begin = end + len(text[end:]) - len(text[end:].lstrip())
+            if begin == len(text):
+                return None if not (ended or calls) else (calls, end)
+            if text[begin] not in "{[":
+                return calls, end
+            try:
+                value, behind = _decoder.raw_decode(text, begin)
+            except (ValueError, RecursionError):  # also numbers that are too long, and lists that are too deep
+                return None if not (ended or calls) and self._may_become_a_call(text[begin:]) else (calls, end)
+            if not (more := list(self._calls(value))):
+                return calls, end
+            calls, end = [*calls, *more], behind
 
     def _calls(self, value: Any) -> Iterator[str]:
-        """Yields the calls that a JSON value is, each as JSON; none where a part of it is something else."""
+        """Yields the calls that a JSON value is, each between tags; none where a part of it is something else."""
         parts = value if isinstance(value, list) else [value]
-        known = [
-            part
-            for part in parts
-            if isinstance(part, dict) and part.get("name") in self._names and self._arguments(part) is not None
-        ]
-        if len(known) == len(parts):
-            for part in known:
-                yield json.dumps({"name": part["name"], "arguments": self._arguments(part)}, ensure_ascii=False)
+        if all(isinstance(part, dict) and self._is_call(part) for part in parts):
+            for part in parts:
+                # A tag inside of an argument would end the call.
+                call = json.dumps({key: part[key] for key in _KEYS}, ensure_ascii=False).replace("<", "\\u003c")
+                yield f"{self.tool_call_start_token}\n{call}\n{self.tool_call_end_token}"
 
-    @staticmethod
-    def _arguments(part: dict[str, Any]) -> dict[str, Any] | None:
-        found = [part[name] for name in _ARGUMENTS if isinstance(part.get(name), dict)]
-        return found[0] if found else None
+    def _is_call(self, part: dict[str, Any]) -> bool:
+        """Whether an object is a call, and neither a tool's description nor any other that has a name."""
+        return part.keys() == {*_KEYS} and isinstance(part["arguments"], dict) and part["name"] in self._names
 
-    @staticmethod
-    def _may_become_a_call(text: str) -> bool:
+    def _may_become_a_call(self, text: str) -> bool:
         """Whether JSON that is not whole yet, or none, can turn out to be a call."""
         begins = _BEGINS.match(text)
-        if begins is None or _CLOSED.search(text):
+        if begins is None:
             return False
-        key, whole = begins["key"], begins["end"]
-        return key is None or any(name == key if whole else name.startswith(key) for name in ("name", *_ARGUMENTS))
+        key, name = begins["key"], begins["name"]
+        if key is None:
+            return True
+        if not any(known == key if begins["key_end"] else known.startswith(key) for known in _KEYS):
+            return False
+        if key != "name" or name is None:
+            return True
+        return any(known == name if begins["name_end"] else known.startswith(name) for known in self._names)

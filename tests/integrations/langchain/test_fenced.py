@@ -32,7 +32,7 @@ def write(text: str) -> str:
 
 TOOLS = format_tools([add, write])
 ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
-WRITE = '{"name": "write", "arguments": {"text": "as in\\n```json\\n{}\\n```\\nhere"}}'
+WRITE = '{"name": "write", "arguments": {"text": "as in\\n```json\\n{}\\n```\\nor </tool_call> and <tool_call> here"}}'
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,15 @@ CALLS = {
     "behind words": (f"I add them.\n```json\n{ADD}\n```", "I add them.\n", ["add"]),
     "two fences": (f"```json\n{ADD}\n```\n```json\n{WRITE}\n```", "", ["add", "write"]),
     "a list": (f"```json\n[{ADD}, {WRITE}]\n```", "", ["add", "write"]),
-    "parameters": (ADD.replace("arguments", "parameters"), "", ["add"]),
+    "arguments first": ('{"arguments": {"a": 1, "b": 2}, "name": "add"}', "", ["add"]),
+    "two in a fence": (f"```json\n{ADD}\n{WRITE}\n```", "", ["add", "write"]),
+    "two bare ones": (f"{ADD}\n{WRITE}", "", ["add", "write"]),
+    "bare, then in a fence": (f"{ADD}\n```json\n{WRITE}\n```", "", ["add", "write"]),
+    "a fence that the next one ends": (f"```json\n{ADD}\n```json\n{WRITE}\n```", "", ["add", "write"]),
+    "behind blanks": (f"\n  {ADD}", "", ["add"]),
+    "behind other code": (f"```python\nx = 1\n```\nso:\n```json\n{ADD}\n```", "```python\nx = 1\n```\nso:\n", ["add"]),
+    "a fence between tags": (f"<tool_call>\n```json\n{ADD}\n```\n</tool_call>", "", ["add"]),
+    "with words behind": (f"```json\n{ADD}\n```\nThat is it.", "", ["add"]),
     "tags": (f"<tool_call>\n{ADD}\n</tool_call>", "", ["add"]),
     "a fence in an argument": (f"```json\n{WRITE}\n```", "", ["write"]),
 }
@@ -104,6 +112,16 @@ TEXTS = {
     "words": "Use `add` or ``write``",
     "bare behind words": f"The call is {ADD}",
     "a fence at the end": "```json\n",
+    "a tool's description": '```json\n{"name": "add", "parameters": {"type": "object"}}\n```',
+    "a name that is none": '```json\n{"name": {"type": "string"}, "arguments": {}}\n```',
+    "a name that is a list": '{"name": ["add"], "arguments": {}}',
+    "more keys": '{"type": "function", "name": "add", "arguments": {"a": 1, "b": 2}}',
+    "a number too long": "[" + "1" * 5000,
+    "too deep": "[" * 2000,
+    "call behind other code": f"```python\nx = 1\n```\n{ADD}",
+    "call behind code in a line": f"```x```\n{ADD}",
+    "the beginning of a tag": "if a <",
+    "blanks": " \n",
     "a list of words": "[as the first says]",
     "an object whose first key is no call's": '{"names": ["add"], "arguments": {}}',
 }
@@ -138,12 +156,27 @@ def test_a_stream_loses_nothing_either(parser: Any, tokenizer: Any, text: str) -
     assert "".join(part.content for part in parts) == text and not calls(parts)
 
 
+@pytest.mark.parametrize("text", ["if a <", '```json\n{"name": "add", "argu', "words and ``"])
+def test_a_reply_that_a_limit_cuts_is_not_cut_shorter(parser: Any, tokenizer: Any, text: str) -> None:
+    assert parser.parse(text, tokenizer.encode(text), cut=True).content == text
+
+
+def test_a_last_delta_with_text_ends_the_stream(parser: Any, tokenizer: Any) -> None:
+    first, last = "Well:\n```json\n", ADD
+    parts = [
+        parser.delta(first, tokenizer.encode(first), finished=False),
+        parser.delta(last, tokenizer.encode(last), finished=True),
+    ]
+    assert [name for name, _ in calls(parts)] == ["add"] and "".join(part.content for part in parts) == "Well:\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [
         '```json\n{"id": 3, "of": [1, 2, 3, 4, 5, 6]}\n```',
         "[as the first of the two documents says, in words]",
         "{that is a set, not an object, and it goes on}",
+        '```json\n{"name": "my-app", "version": "1.0.0", "arguments": {}, "private": true}\n```',
         "[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13",
     ],
 )
