@@ -133,7 +133,7 @@ def _profile(settings: MemoryRun, model: str, data: Sequence[DataUse]) -> Profil
 def run_memory(settings: MemoryRun, console: Console, *, plots: bool) -> dict[str, Any]:
     """Returns what the JSON holds, after measuring what the work file has not, and writes all files."""
     from agentcache.evaluation.memory import ask_all, select_units
-    from agentcache.evaluation.memory_cells import cells_of, retrieval_of, shift_of
+    from agentcache.evaluation.memory_cells import cells_of, pairs_of, retrieval_of, shift_of
     from agentcache.evaluation.memory_data import choose, load_memories
     from agentcache.evaluation.memory_report import plot_memory, plot_shift, sections
     from agentcache.evaluation.provenance import DataUse, fingerprint, provenance
@@ -158,6 +158,7 @@ def run_memory(settings: MemoryRun, console: Console, *, plots: bool) -> dict[st
         "part": "memory",
         "cells": cells,
         "by_category": by_category,
+        "pairs": pairs_of(rows, model.name, settings.arms, settings.seed),
         "retrieval": retrieval_of(rows),
         "shift": shift_of(shifts, model.name),
         "datasets": [{"dataset": data.name, "hash": data.hash, "evidence": data.evidence} for data in sets],

@@ -12,10 +12,13 @@ from agentcache.evaluation.memory_arms import FULL, MemoryArm
 from agentcache.evaluation.scores import SCORES
 from agentcache.evaluation.statistics import mean_ci, paired_ci, wilcoxon
 
-__all__ = ["cells_of", "retrieval_of", "shift_of"]
+__all__ = ["cells_of", "pairs_of", "retrieval_of", "shift_of"]
 
 EDIT: Final = "chunks"
 """What stands in the place of an edit in cells: chunks that were encoded alone are reused in another order."""
+
+AGAINST: Final = "cacheblend"
+"""The policy that the others are paired with at the same share."""
 
 _DIGITS: Final = 6
 
@@ -74,6 +77,40 @@ def _cell(rows: Sequence[Row], arm: MemoryArm, seed: int) -> Cell:
         ),
         "faults": sum(each["reason"] is not None for each in own) if arm.policy != FULL else 0,
     }
+
+
+def pairs_of(rows: Sequence[Row], model: str, arms: Sequence[MemoryArm], seed: int = 0) -> list[Cell]:
+    """Returns each arm's F1 less that of `cacheblend` at the same share and precision, by data set, over the same questions.
+
+    `difference_ci` is the 95 % interval of a bootstrap over questions, `p` of Wilcoxon's signed-rank test, not corrected.
+    `mean_shift` recomputes up to 2r where `cacheblend` recomputes r: both `recompute_ratio`s stand beside it.
+    """
+    out = []
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        own = [row["arms"] for row in rows if row["dataset"] == dataset]
+        for arm in arms:
+            other = MemoryArm(AGAINST, arm.share, arm.precision)
+            if arm.share is None or arm.policy == AGAINST or other not in arms:
+                continue
+            a, b = ([each[name]["f1"] for each in own] for name in (arm.name, other.name))
+            ratios = [_mean([each[name]["recompute_ratio"] for each in own]) for name in (arm.name, other.name)]
+            out.append(
+                {
+                    "model": model,
+                    "dataset": dataset,
+                    "a": arm.policy,
+                    "b": AGAINST,
+                    "r": arm.share,
+                    "precision": arm.precision,
+                    "n": len(own),
+                    "difference": _mean(np.subtract(a, b)),
+                    "difference_ci": _bounds(paired_ci(a, b, seed)),
+                    "p": wilcoxon(a, b),
+                    "recompute_ratio_a": ratios[0],
+                    "recompute_ratio_b": ratios[1],
+                }
+            )
+    return out
 
 
 def retrieval_of(rows: Sequence[Row]) -> list[Cell]:

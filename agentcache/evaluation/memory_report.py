@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentcache.evaluation.memory_arms import FULL
+from agentcache.evaluation.memory_cells import AGAINST
 from agentcache.evaluation.report import Column, Section, new_figure, number, save_figure
 
 __all__ = ["plot_memory", "plot_shift", "sections"]
@@ -17,7 +18,7 @@ Cell = Mapping[str, Any]
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """Returns the tables: all arms, by category, retrieval, and the mean shift by layer."""
+    """Returns the tables: all arms, each against `AGAINST`, by category, retrieval, and the mean shift by layer."""
     arm = [
         Column("data", lambda cell: str(cell["dataset"]), left=True),
         Column("policy", lambda cell: str(cell["policy"]), left=True),
@@ -62,6 +63,24 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
             "; ".join(f"{each['dataset']}: {each['evidence']}" for each in result["datasets"]) + ".",
         ),
     ]
+    if result["pairs"]:
+        found.append(
+            Section(
+                f"Against `{AGAINST}` at the same r",
+                result["pairs"],
+                [
+                    arm[0],
+                    Column("policy", lambda cell: str(cell["a"]), left=True),
+                    *arm[2:],
+                    Column("n", lambda cell: str(cell["n"])),
+                    Column("F1 difference", _points("difference", "difference_ci")),
+                    Column("p", number("p", 3)),
+                    Column("recomputed", number("recompute_ratio_a", 1, percent=True)),
+                    Column(f"by {AGAINST}", number("recompute_ratio_b", 1, percent=True)),
+                ],
+                "Paired over questions, in points, with 95 % bootstrap intervals; Wilcoxon's p, not corrected.",
+            )
+        )
     if result["by_category"]:
         category = Column("category", lambda cell: str(cell["category"]), left=True)
         found.append(

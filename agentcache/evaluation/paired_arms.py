@@ -18,10 +18,12 @@ from agentcache.recovery.spec import format_policy, parse_policy
 __all__ = [
     "BASELINE",
     "BUDGETS",
+    "DIAGNOSTICS",
     "NOTES",
     "OURS",
     "PAPER",
     "REFERENCE",
+    "TRANSPLANT",
     "Arm",
     "Situation",
     "arms_of",
@@ -51,6 +53,9 @@ OURS: Final = (
     "direct_reuse",
 )
 """Beside them: what else can be deployed, the true location, and the edit alone."""
+
+DIAGNOSTICS: Final = ("carrier_window", "causal_oracle")
+"""They know what no deployed policy does."""
 
 TRANSPLANT: Final = "transplanted/"
 """Begins the name of an arm whose rows are copied from a full prefill."""

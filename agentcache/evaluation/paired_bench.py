@@ -74,7 +74,7 @@ class PairedBench:
         self._item, self._episode = item, self.cache.episode(f"paired {item.form} {item.distance} {item.draw}")
         oracle = self.cache.generate(list(item.new), max_tokens=_reply_tokens(item), logprobs=-1)
         assert oracle.logprobs is not None
-        right = oracle.token_ids[0] == item.new_answer
+        right = oracle.token_ids[: len(item.new_value)] == list(item.new_value)
         row = {
             "dtype": self._dtype,
             "tokens": len(item.new),

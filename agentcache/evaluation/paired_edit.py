@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import xxhash
 from rich.console import Console
 
 from agentcache.cache import AgentCache
@@ -19,7 +21,7 @@ from agentcache.evaluation.paired_bench import PairedBench
 from agentcache.evaluation.paired_items import Cell, background, cells_of, draw
 from agentcache.evaluation.paired_report import cells_from, report
 from agentcache.evaluation.paired_transplant import Transplanted
-from agentcache.evaluation.provenance import DataUse, fingerprint, provenance
+from agentcache.evaluation.provenance import DataUse, fingerprint, provenance, spoken_command
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.derived import ChatFrame, DerivedItem
 from agentcache.profiling.lookup import profile_for
@@ -90,7 +92,12 @@ class _Measured:
         return None if found is None else dict(found["row"])
 
     def put(self, cell: Cell, item: DerivedItem, arm: Arm | None, row: Row) -> Row:
-        place = {"cell": _place(cell), "draw": item.draw, "arm": None if arm is None else _arm(arm)}
+        place = {
+            "cell": _place(cell),
+            "draw": item.draw,
+            "arm": None if arm is None else _arm(arm),
+            "command": spoken_command(sys.argv),
+        }
         name = f"{cell} #{item.draw} {'reference' if arm is None else arm.label}"
         kept = self.work.put(self._key(cell, item, arm), self.settings | place | {"row": row}, name=name)
         return dict(kept["row"])
@@ -138,7 +145,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         "data": dataset.hash,
         "seed": settings.seed,
         "reply": settings.reply,
-        "profile": None if profile is None else profile.model.hash,
+        "profile": None if profile is None else xxhash.xxh3_128_hexdigest(profile.to_json().encode()),
     }
     measured = _Measured(WorkFile(work_path(settings.out)), common)
     encode, frame = _tokenizer(folder)
@@ -166,6 +173,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
             data=data,
             profile=profile,
         ),
+        "commands": sorted({row["command"] for row in rows if "command" in row}),
         "reply": settings.reply,
         "budgets": NOTES,
         **found,

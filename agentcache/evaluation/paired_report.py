@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from agentcache.evaluation.paired_arms import BASELINE, PAPER, REFERENCE
+from agentcache.evaluation.paired_arms import BASELINE, DIAGNOSTICS, PAPER, REFERENCE, TRANSPLANT
 from agentcache.evaluation.report import Column, Section, interval, new_figure, number, save_figure, write_report
 from agentcache.evaluation.statistics import holm, mean_ci, paired_ci, wilcoxon, win_tie_loss
 from agentcache.profiling.derived import margin_recovery
@@ -27,6 +27,8 @@ PRIMARY: Final = 32
 
 BAND: Final = 0.05
 """Margin recovery: differences up to it are ties."""
+
+_TWICE: Final = ("attended", 2 * PRIMARY)
 
 _NO_BUDGET: Final = ("edit_local_boundary",)  # of the paper's policies: it is tested beside the primary budget
 
@@ -64,7 +66,9 @@ class _Group:
 
 
 def cells_from(rows: Iterable[Row], model: str) -> dict[str, Any]:
-    """Returns `cells`, one for each condition, form, distance, policy and budget, and `pairs`, the tests behind them.
+    """Returns `cells`, one for each condition, form, distance, policy and budget; `pairs`, the tests behind them; `per_item`.
+
+    `per_item` holds each cell's draws and each arm's margin recovery of them, None where it did not run: what the means are made of.
 
     Args:
         rows: References and arms, see `paired_edit`.
@@ -72,15 +76,23 @@ def cells_from(rows: Iterable[Row], model: str) -> dict[str, Any]:
     """
     cells: list[Row] = []
     pairs: list[Row] = []
+    per_item: list[Row] = []
     for group in _groups(rows):
-        place = {"model": model, **group.cell}
+        place = {"model": model, **group.cell, "condition": _condition(group.cell)}
         tested = [place | pair for pair in _tests(group)]
         pairs += tested
         corrected = {(pair["a"], pair["k_a"]): pair["p_holm"] for pair in tested if pair["b"] == REFERENCE}
         corrected |= {(pair["b"], pair["k_b"]): pair["p_holm"] for pair in tested if pair["a"] == REFERENCE}
         for arm in sorted(group.arms, key=_order):
             cells.append(place | _cell(group, arm) | {"p_holm": corrected.get(arm)})
-    return {"primary_k": PRIMARY, "tie_band": BAND, "cells": cells, "pairs": pairs}
+        per_item.append(place | _per_item(group))
+    return {"primary_k": PRIMARY, "tie_band": BAND, "cells": cells, "pairs": pairs, "per_item": per_item}
+
+
+def _condition(cell: Mapping[str, Any]) -> str:
+    """Returns `direct`, `derived`, or `hard:FORM`: the paper's condition and the harder forms must not be taken for each other."""
+    form: str = cell["form"]
+    return cell["condition"] if form in ("direct", "table") else f"hard:{form}"
 
 
 def _order(arm: Name) -> tuple[int, str, int]:
@@ -146,6 +158,16 @@ def _cell(group: _Group, arm: Name) -> Row:
     return out
 
 
+def _per_item(group: _Group) -> Row:
+    draws = sorted(group.references)
+    found = {arm: group.recovery(arm) for arm in sorted(group.arms, key=_order)}
+    label = {arm: arm[0] if arm[1] is None else f"{arm[0]}@{arm[1]}" for arm in found}
+    values = {
+        label[arm]: [None if draw not in mr else round(mr[draw], 4) for draw in draws] for arm, mr in found.items()
+    }
+    return {"draws": draws, "mr": values}
+
+
 def _against(group: _Group, arm: Name) -> Name | None:
     """Returns the reference at an arm's budget, at the primary one where it has none; None where it was not measured."""
     wanted = (REFERENCE, arm[1] if (REFERENCE, arm[1]) in group.arms else PRIMARY)
@@ -155,14 +177,18 @@ def _against(group: _Group, arm: Name) -> Name | None:
 def _tests(group: _Group) -> list[Row]:
     """Returns the paired tests of a group: the fifteen pairs of the paper's policies, and each other policy against the reference.
 
-    Each is a family of its own under Holm's correction; none pools cells.
+    Each is a family of its own under Holm's correction; none pools cells. Other budgets, diagnostics and transplants are shown and
+    not tested, as in the paper; `attended` is tested at twice the primary budget too.
     """
     paper = [(name, None if name in _NO_BUDGET else PRIMARY) for name in PAPER]
     mine = [arm for arm in paper if arm in group.arms]
     others = [
         arm
         for arm in sorted(group.arms, key=_order)
-        if arm[0] not in PAPER and arm[0] != BASELINE and _against(group, arm) is not None
+        if arm[0] not in (*PAPER, BASELINE, *DIAGNOSTICS)
+        and not arm[0].startswith(TRANSPLANT)
+        and (arm[1] in (None, PRIMARY) or arm == _TWICE)
+        and _against(group, arm) is not None
     ]
     families: list[tuple[str, list[tuple[Name, Name]]]] = [
         ("paper", [*combinations(mine, 2)]),
@@ -232,7 +258,7 @@ def report(out: Path, result: Mapping[str, Any], *, plots: bool, console: Consol
         text = (
             f"{max(cell['n_kept'] for cell in cells)} items kept of {first['n_drawn']} drawn, {first['prompt_tokens']:,} tokens. "
             f"W/T/L and p against `{REFERENCE}`; Holm over the fifteen pairs of the paper's policies at K = {PRIMARY}, and over "
-            "all others apart."
+            "the others apart."
         )
         sections.append(Section(name, cells, _COLUMNS, text))
     written = write_report(out, result, "Paired edits", sections)
@@ -245,8 +271,7 @@ def report(out: Path, result: Mapping[str, Any], *, plots: bool, console: Consol
 def _by_place(cells: Iterable[Row]) -> dict[str, list[Row]]:
     places: dict[str, list[Row]] = {}
     for cell in cells:
-        form = "" if cell["form"] in ("direct", "table") else f" ({cell['form']})"
-        name = f"{cell['model']}, {cell['condition']}{form}, d = {cell['distance']}, from {cell['tokens']} tokens"
+        name = f"{cell['model']}, {cell['condition']}, d = {cell['distance']}, from {cell['tokens']} tokens"
         places.setdefault(name, []).append(cell)
     return places
 

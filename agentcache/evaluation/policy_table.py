@@ -29,7 +29,8 @@ def policy_lines(results: Iterable[Mapping[str, Any]]) -> tuple[list[Line], list
     """Returns a line for each policy and budget, and the distances that there are, ascending.
 
     A line has `policy`, `k`, `exact`, `source`, `mr` by distance, and, where a result has them, `recompute_ratio` and
-    `ttft_ratio` (its time to the first token over prefix caching's) at the shortest distance, `f1_diff` and `f1_diff_ci`.
+    `ttft_ratio` (its time to the first token over prefix caching's) at the shortest distance. `qa` measures a policy with its own
+    defaults, not at K: on the line of its least K stand `f1_diff`, `f1_diff_ci`, `f1_recompute_ratio` and `f1_ttft_ratio`.
 
     Args:
         results: What the JSON files of `paired-edit` and `qa` hold, in any order.
@@ -52,10 +53,15 @@ def policy_lines(results: Iterable[Mapping[str, Any]]) -> tuple[list[Line], list
             raise ConfigError(f"two results measure {cell['policy']} at distance {cell['distance']}; give one")
         line["mr"][cell["distance"]] = cell["mr"]
         if cell["distance"] == min(line["mr"]):
-            line |= {"recompute_ratio": cell["recompute_ratio"], "ttft_ratio": 1 / cell["speedup"]}
+            line |= {"recompute_ratio": cell["recompute_ratio"], "ttft_ratio": _inverse(cell["speedup"])}
     for cell in asked:
         if cell["policy"] != AGAIN:
-            _line(lines, cell["policy"], None).update(f1_diff=cell["f1_diff"], f1_diff_ci=cell["f1_diff_ci"])
+            _line(lines, cell["policy"], None).update(
+                f1_diff=cell["f1_diff"],
+                f1_diff_ci=cell["f1_diff_ci"],
+                f1_recompute_ratio=cell["recompute_ratio"],
+                f1_ttft_ratio=_inverse(cell["speedup"]),
+            )
     if not lines:
         raise ConfigError(
             "these results have no derived items and no questions; give files of `eval paired-edit` or `eval qa`"
@@ -79,7 +85,11 @@ def policy_table(results: Iterable[Mapping[str, Any]]) -> str:
         *(Column(f"MR, d = {d:,}", lambda line, d=d: _two(line["mr"].get(d))) for d in distances),  # type: ignore[misc]
     ]
     if any("f1_diff" in line for line in lines):
-        columns.append(Column("F1 difference", _difference))
+        columns += [
+            Column("F1 difference", _difference),
+            Column("its recomputed", lambda line: _percent(line.get("f1_recompute_ratio"))),
+            Column("its TTFT", lambda line: _percent(line.get("f1_ttft_ratio"))),
+        ]
     return markdown_table(lines, columns)
 
 
@@ -108,6 +118,10 @@ def _rank(line: Line) -> tuple[bool, str, int]:
 
 def _name(line: Cell) -> str:
     return f"`{line['policy']}`" + ("" if line["k"] is None else f" K={line['k']}")
+
+
+def _inverse(speedup: float | None) -> float | None:
+    return None if speedup is None else 1 / speedup
 
 
 def _percent(value: float | None) -> str:

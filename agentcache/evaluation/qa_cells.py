@@ -19,6 +19,8 @@ __all__ = ["AGAIN", "ALL", "BASE", "cells", "pareto_plot", "per_item", "sections
 BASE: Final = "prefix_cache"
 """The exact arm, which everything is compared with."""
 
+_MAY_REUSE_NOTHING: Final = (BASE, "auto")
+
 AGAIN: Final = "exact_again"
 """The exact arm once more in other batches: what differs is rounding."""
 
@@ -92,6 +94,7 @@ def _cell(rows: Sequence[Row], arm: str, seed: int) -> Cell:
         stored.update(each.get("stored", {}))
     cell["stored"] = {tag: round(count / stored.total(), 6) for tag, count in sorted(stored.items())}
     used = [each["used"] for each in own if "used" in each]
+    cell["faults"] = sum("reason" in each and each["used"] not in _MAY_REUSE_NOTHING for each in own)
     cell["ran_exact"] = round(sum(name == BASE for name in used) / len(used), 6) if used else None
     return cell
 
@@ -127,9 +130,11 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
                 Column("recomputed of S", number("recompute_ratio", 1, percent=True)),
                 Column("restored from", lambda cell: _stored(cell["stored"])),
                 Column("ran exactly", number("ran_exact", 0, percent=True)),
+                Column("faults", number("faults", 0)),
             ],
             "Scores and differences in points, with 95 % bootstrap intervals over questions; the difference is the paired one to "
-            f"`{BASE}`. `{AGAIN}` is that arm once more in other batches: rounding alone.",
+            f"`{BASE}`. `{AGAIN}` is that arm once more in other batches: rounding alone. A fault is a resume that the policy could not do: it "
+            "recomputed more, and its answer counts.",
         )
     ]
     carriers = list(dict.fromkeys(cell["carrier"] for cell in result["by_carrier"]))

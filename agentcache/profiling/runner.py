@@ -262,7 +262,7 @@ def _engine(settings: ProfileRun, model: ModelFingerprint) -> AbstractContextMan
     """Returns an engine whose KV cache holds the two revisions of a pair and a recovery."""
     from agentcache.cache import AgentCache
 
-    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * (4 if model.dtype == "float32" else 2)
+    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * 4  # of float32, where the machine computes in that
     longest = settings.max_tokens + _ROOM
     return AgentCache(settings.model, max_model_len=longest, kv_bytes=4 * longest * row_bytes)
 

@@ -14,7 +14,7 @@ from agentcache.errors import ConfigError
 from agentcache.evaluation import memory as memory_module
 from agentcache.evaluation.memory import MemoryRun, select_units
 from agentcache.evaluation.memory_arms import FULL, POLICIES, MemoryArm, arms_of
-from agentcache.evaluation.memory_cells import cells_of, retrieval_of, shift_of
+from agentcache.evaluation.memory_cells import cells_of, pairs_of, retrieval_of, shift_of
 from agentcache.evaluation.memory_data import choose, load_memories
 from agentcache.evaluation.memory_report import plot_memory, plot_shift, sections
 from agentcache.recovery import get_policy
@@ -155,6 +155,25 @@ def test_a_cell_compares_an_arm_with_full_recompute_question_by_question() -> No
     assert (found["known"], found["recall"]) == (2, 0.5)
 
 
+def test_each_arm_is_paired_with_cacheblend_at_its_share() -> None:
+    arms = [MemoryArm(FULL), *(MemoryArm(p, r) for p in ("cacheblend", "mean_shift") for r in (0.1, 0.3))]
+    names = [arm.name for arm in arms]
+    rows = []
+    for number in range(4):
+        each = row(number)
+        one = each["arms"][FULL]
+        each["arms"] = {name: one | {"f1": 0.2 * at, "recompute_ratio": 0.1 * at} for at, name in enumerate(names)}
+        rows.append(each)
+    found = pairs_of(rows, "m", [*arms, MemoryArm("epic", 0.5)][: len(arms)])
+    assert [(pair["a"], pair["b"], pair["r"]) for pair in found] == [
+        ("mean_shift", "cacheblend", 0.1),
+        ("mean_shift", "cacheblend", 0.3),
+    ]
+    assert all(pair["difference"] == pytest.approx(0.4) and pair["n"] == 4 for pair in found)
+    assert (found[0]["recompute_ratio_a"], found[0]["recompute_ratio_b"]) == (pytest.approx(0.3), pytest.approx(0.1))
+    assert not pairs_of(rows, "m", arms[3:])
+
+
 def test_a_fault_is_counted() -> None:
     bad = row(0)
     bad["arms"]["direct_reuse"]["reason"] = "could not choose"
@@ -176,6 +195,7 @@ def test_the_report_has_a_row_an_arm_and_draws_both_plots(tmp_path: Path) -> Non
     result = {
         "cells": cells,
         "by_category": by_category,
+        "pairs": pairs_of([row(0), row(1)], "m", ARMS),
         "retrieval": retrieval_of([row(0)]),
         "shift": shift,
         "datasets": [{"dataset": "locomo", "evidence": "turns"}],

@@ -108,5 +108,33 @@ def test_a_budget_is_compared_with_the_reference_of_its_own() -> None:
     assert cells["random", 32]["losses"] == len(DRAWS)
 
 
+def test_other_budgets_diagnostics_and_transplants_are_shown_and_not_tested() -> None:
+    shown = [
+        ("epic", 32),
+        ("epic", 8),
+        ("attended", 64),
+        ("attended", 128),
+        ("causal_oracle", 32),
+        ("transplanted/epic", 32),
+    ]
+    rows = [*measured(), *(arm(draw, name, 0.9 + draw / 50, k) for name, k in shown for draw in DRAWS)]
+    tested = {(pair["a"], pair["k_a"]) for pair in cells_from(rows, "m")["pairs"] if pair["family"] == "others"}
+    assert tested == {("epic", 32), ("attended", 64)} and found(rows).keys() >= {*shown}
+
+
+def test_a_harder_form_is_a_condition_of_its_own() -> None:
+    rows = [*measured(CELL | {"form": "chain"}), *measured()]
+    assert [cell["condition"] for cell in cells_from(rows, "m")["cells"]] == ["derived"] * 7 + ["hard:chain"] * 7
+
+
+def test_each_items_recovery_is_there() -> None:
+    rows = [row for row in measured() if row["arm"] is None or row["arm"]["policy"] != "random" or row["draw"] < 3]
+    (items,) = cells_from(rows, "m")["per_item"]
+    assert items["draws"] == [*DRAWS] and items["condition"] == "derived"
+    assert items["mr"]["edit_local@32"] == [round(1 - draw / 100, 4) for draw in DRAWS]
+    assert items["mr"]["random@32"] == [0.5, 0.49, 0.48, None, None, None, None, None]
+    assert "edit_local_boundary" in items["mr"]
+
+
 def test_nothing_measured_gives_no_cells() -> None:
     assert cells_from([], "m")["cells"] == [] and cells_from([reference(0, kept=False)], "m")["cells"] == []

@@ -21,7 +21,8 @@ def pair(policy: str, distance: int, mr: float, k: int | None = 32, **more: Any)
 
 def asked(policy: str, diff: float, **more: Any) -> dict[str, Any]:
     cell = {"model": "m", "dataset": "all", "edit": "all", "policy": policy}
-    return cell | {"f1_diff": diff, "f1_diff_ci": [diff - 0.01, diff + 0.02]} | more
+    measured = {"f1_diff": diff, "f1_diff_ci": [diff - 0.01, diff + 0.02], "recompute_ratio": 0.2, "speedup": 5.0}
+    return cell | measured | more
 
 
 PAIRED = {
@@ -30,7 +31,7 @@ PAIRED = {
         pair("attended", 0, 1.0),
         pair("attended", 250, 0.98, 64),
         pair("prefix_cache", 0, 1.0, None, recompute_ratio=1.0, speedup=1.0),
-        pair("patchkv", 0, 0.99),
+        pair("patchkv", 0, 0.99, speedup=None),
         pair("attended", 0, 0.5, form="chain"),
         pair("attended", 0, 0.6, condition="direct"),
         pair("transplanted/attended", 0, 0.7),
@@ -65,8 +66,9 @@ def test_a_line_holds_what_both_commands_found(order: int) -> None:
 
 def test_the_table_has_a_dash_where_nothing_was_measured() -> None:
     rows = {line.split("|")[1].strip(): line for line in policy_table([PAIRED, QA]).splitlines()}
-    assert rows["`attended` K=32"].endswith("| 10.0 % | 25.0 % | 1.00 | 0.90 | -1.0 [-2.0, +1.0] |")
-    assert rows["`epic`"].endswith("| – | – | – | – | +0.0 [-1.0, +2.0] |")
+    assert rows["`attended` K=32"].endswith("| 10.0 % | 25.0 % | 1.00 | 0.90 | -1.0 [-2.0, +1.0] | 20.0 % | 20.0 % |")
+    assert rows["`epic`"].endswith("| – | – | – | – | +0.0 [-1.0, +2.0] | 20.0 % | 20.0 % |")
+    assert rows["`patchkv` K=32"].endswith("| 10.0 % | – | 0.99 | – | – | – | – |")
     assert "F1" not in policy_table([PAIRED])
 
 

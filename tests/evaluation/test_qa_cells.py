@@ -58,6 +58,16 @@ def test_cells_are_there_for_each_group_and_pooled(result):
     assert {c["carrier"]: c["n"] for c in result["by_carrier"]} == {"behind": 2, "inside": 1, "before": 1}
 
 
+def test_a_resume_that_its_policy_could_not_do_is_a_fault_and_one_that_auto_left_exact_is_none():
+    rows = [dict(row, arms=dict(row["arms"])) for row in ROWS]
+    for each in rows:
+        each["arms"]["auto"] = each["arms"]["auto"] | {"reason": "it saves too little", "used": "auto"}
+        each["arms"]["epic"] = arm(0.5, 30.0, used="epic")
+    rows[0]["arms"]["epic"]["reason"] = "could not choose"
+    found = cells(rows, "tiny")
+    assert [cell(found, policy)["faults"] for policy in (BASE, "auto", "epic", AGAIN)] == [0, 0, 1, 0]
+
+
 def test_the_figures_of_a_cell(result):
     pooled = cell(result, "auto")
     assert (pooled["model"], pooled["n"]) == ("tiny", 4)
