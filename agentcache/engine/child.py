@@ -6,7 +6,8 @@ script without `if __name__ == "__main__":` would start engines without end, so 
 - blocks SIGINT: Ctrl-C in a terminal shall reach only the caller, which aborts its request and keeps the engine;
 - sends the process's output to the engine's log, where only errors shall stand;
 - ends the process when its parent is gone: vLLM's EngineCore outlives a caller that was killed;
-- looks for garbage less often: importing vLLM makes a million objects that stay, and the collector would look at them again and again;
+- looks for no garbage until the connector is there: importing vLLM makes a million objects that stay, and the collector would look at
+  them again and again;
 - lets the process end at once: the interpreter's own end would look at every object of vLLM and torch several times, for seconds.
 """
 
@@ -17,17 +18,23 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
 from typing import Final
 
-__all__ = ["LOG_VARIABLE"]
+__all__ = ["LOG_VARIABLE", "collect_again"]
 
 LOG_VARIABLE: Final = "AGENTCACHE_ENGINE_LOG"
 _POLL_S: Final = 0.5
-_NEW_OBJECTS: Final = 50_000  # between two collections of the youngest; Python's own is 700
 _GRACE_S: Final = 10.0
+
+
+def collect_again() -> None:
+    """Lets the garbage collector run again where this module, as the main one, has stopped it."""
+    if getattr(sys.modules.get("__mp_main__"), "STOPPED_COLLECTOR", False):
+        gc.enable()
 
 
 def _log_errors(log: str) -> None:
@@ -54,6 +61,7 @@ if __name__ == "__mp_main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if log := os.environ.get(LOG_VARIABLE):
         _log_errors(log)
-    gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
+    gc.disable()
+    STOPPED_COLLECTOR = True
     atexit.register(gc.freeze)  # the first one is the last to run
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="agentcache-parent", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The vLLM connector: a façade over the scheduler half and the worker half, one instance a process.
+"""The vLLM connector: a façade over the scheduler half and the worker half, one instance of each.
 
 `--kv-transfer-config '{"kv_connector": "AgentCacheConnector", "kv_connector_module_path": "agentcache.engine.connector",
 "kv_role": "kv_both"}'`. Requests opt in by `kv_transfer_params`, see `engine.wire`; all others are untouched.
@@ -24,6 +24,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.attention.backend import AttentionMetadata
 
 from agentcache.config import ConnectorConfig
+from agentcache.engine.child import collect_again
 from agentcache.engine.durable import DurableTier
 from agentcache.engine.fingerprint import fingerprint
 from agentcache.engine.orders import StepOrders, StepReport
@@ -55,6 +56,7 @@ class AgentCacheConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        collect_again()
         reasons = check_config(vllm_config) + check_kv_cache_config(kv_cache_config)
         if reasons:
             raise UnsupportedModelError(vllm_config.model_config.model, reasons)

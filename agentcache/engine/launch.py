@@ -70,16 +70,25 @@ def _environment(config: CacheConfig, log: Path | None) -> Iterator[None]:
         os.environ.update(before)
 
 
-@contextlib.contextmanager
-def _threads(vllm_config: Any) -> Iterator[None]:
-    """Holds the OpenMP settings of a worker that runs in EngineCore: vLLM gives them to workers in processes of their own alone."""
+def _set_threads(vllm_config: Any) -> None:
+    """Sets OpenMP's variables for a worker that runs in EngineCore; inside `_environment`, which takes them back.
+
+    vLLM sets them for workers in processes of their own alone, and binds each thread to one core. Here all may use all of the
+    worker's cores: whatever else EngineCore's main thread starts, grammars' compilers among it, would inherit its one core.
+    """
     if vllm_config.parallel_config.distributed_executor_backend != IN_CORE:
-        yield
         return
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-    with OMPProcessManager(vllm_config).configure_omp_envs(rank=0, local_rank=0):
-        yield
+    manager = OMPProcessManager(vllm_config)
+    if manager.skip_setup:  # VLLM_CPU_OMP_THREADS_BIND=nobind
+        return
+    cores = [str(core) for core in manager.cpu_lists[0]]
+    os.environ |= {
+        "OMP_NUM_THREADS": str(len(cores)),
+        "OMP_PLACES": f"{{{','.join(cores)}}}",
+        "OMP_PROC_BIND": "true",
+    }
 
 
 @contextlib.contextmanager
@@ -277,8 +286,8 @@ class EngineStart:
             try:
                 if self._given_up.is_set():
                     raise RuntimeError("the start was given up")
-                with _threads(vllm_config):
-                    llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+                _set_threads(vllm_config)
+                llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
             except Exception as error:
                 _release(error)
                 raise EngineDeadError(f"the vLLM engine did not start {self._why(error)}{_log_tail(log)}") from error

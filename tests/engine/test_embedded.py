@@ -441,6 +441,17 @@ async def test_flush_waits_for_saves_in_memory(cache: AsyncAgentCache) -> None:
 # -- the engine's death; the last tests of this module, for they replace its engine ------------------------------------
 
 
+async def test_the_worker_in_enginecore_has_its_threads_and_no_thread_is_bound_to_one_core(
+    cache: AsyncAgentCache,
+) -> None:
+    (pid,) = cache.pids
+    cores = os.sched_getaffinity(0)
+    environment = psutil.Process(pid).environ()
+    assert environment["OMP_NUM_THREADS"] == str(len(cores)) and environment["OMP_PROC_BIND"] == "true"
+    threads = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
+    assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset(cores)}
+
+
 async def test_a_dead_engine_is_a_clear_error_and_a_restart_keeps_the_history(cache: AsyncAgentCache) -> None:
     episode = cache.episode("death")
     first = await episode.generate(chat("12 grams"), max_tokens=2)
