@@ -63,18 +63,22 @@ class PairedBench:
         self._parent: str | None = None
         self._exact: dict[int, float] = {}
 
-    def reference(self, item: DerivedItem) -> Row:
+    def reference(self, item: DerivedItem, *, kept: bool = False) -> Row:
         """Returns what the item shows after a full prefill and without a repair, and whether it is kept.
 
         The model must answer the new prompt with the new value, and the edit must move the margin by 0.5 nats: retention
         filters of EditLocal. Where it does not answer, what it shows without a repair is not measured.
+
+        Args:
+            item: The arms of `repair` then start from it.
+            kept: Whether an earlier run has kept it: arms can be measured then whatever rounding makes of a close answer.
         """
         self._close()
         empty_prefix_cache(self.cache)
         self._item, self._episode = item, self.cache.episode(f"paired {item.form} {item.distance} {item.draw}")
         oracle = self.cache.generate(list(item.new), max_tokens=_reply_tokens(item), logprobs=-1)
         assert oracle.logprobs is not None
-        right = oracle.token_ids[: len(item.new_value)] == list(item.new_value)
+        right = oracle.token_ids[0] == item.new_answer
         row = {
             "dtype": self._dtype,
             "tokens": len(item.new),
@@ -83,7 +87,7 @@ class PairedBench:
             "oracle_right": right,
             "oracle_answer": self.cache.tokenizer.decode(oracle.token_ids),
         }
-        if not right:
+        if not (right or kept):
             return row | {"kept": False}
         best = sorted(oracle.logprobs[0], key=oracle.logprobs[0].__getitem__, reverse=True)
         watched = list(dict.fromkeys([item.old_answer, item.new_answer, *best]))[:_MOST_TOKENS]

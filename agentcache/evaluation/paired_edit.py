@@ -211,7 +211,7 @@ def _measure(
         known = measured.get(cell, item, None)
         missing = [arm for arm in arms_at(number) if measured.get(cell, item, arm) is None]
         if known is None or (known["kept"] and missing):
-            fresh = bench().reference(item)
+            fresh = bench().reference(item, kept=known is not None)
             known = known or measured.put(cell, item, None, fresh)
             for arm in rotated(missing, number) if known["kept"] else ():
                 measured.put(cell, item, arm, bench().repair(item, arm))

@@ -29,8 +29,8 @@ def policy_lines(results: Iterable[Mapping[str, Any]]) -> tuple[list[Line], list
     """Returns a line for each policy and budget, and the distances that there are, ascending.
 
     A line has `policy`, `k`, `exact`, `source`, `mr` by distance, and, where a result has them, `recompute_ratio` and
-    `ttft_ratio` (its time to the first token over prefix caching's) at the shortest distance. `qa` measures a policy with its own
-    defaults, not at K: on the line of its least K stand `f1_diff`, `f1_diff_ci`, `f1_recompute_ratio` and `f1_ttft_ratio`.
+    `ttft_ratio` (its time to the first token over prefix caching's) at the shortest distance. `qa` measures a policy as it is asked
+    for, its defaults otherwise, and not at K: a line without K has `f1_diff`, `f1_diff_ci`, `f1_recompute_ratio` and `f1_ttft_ratio`.
 
     Args:
         results: What the JSON files of `paired-edit` and `qa` hold, in any order.
@@ -50,13 +50,17 @@ def policy_lines(results: Iterable[Mapping[str, Any]]) -> tuple[list[Line], list
             continue
         line = _line(lines, cell["policy"], cell["k"])
         if cell["distance"] in line["mr"]:
-            raise ConfigError(f"two results measure {cell['policy']} at distance {cell['distance']}; give one")
+            where = f"distance {cell['distance']} (in contexts from {cell['tokens']} tokens)"
+            raise ConfigError(f"two results measure {cell['policy']} at {where}; give one")
         line["mr"][cell["distance"]] = cell["mr"]
         if cell["distance"] == min(line["mr"]):
             line |= {"recompute_ratio": cell["recompute_ratio"], "ttft_ratio": _inverse(cell["speedup"])}
     for cell in asked:
         if cell["policy"] != AGAIN:
-            _line(lines, cell["policy"], None).update(
+            line = _line(lines, cell["policy"], None)
+            if "f1_diff" in line:
+                raise ConfigError(f"two results ask {cell['policy']} questions; give one")
+            line.update(
                 f1_diff=cell["f1_diff"],
                 f1_diff_ci=cell["f1_diff_ci"],
                 f1_recompute_ratio=cell["recompute_ratio"],
@@ -94,12 +98,10 @@ def policy_table(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _line(lines: dict[tuple[str, int | None], Line], policy: str, k: int | None) -> Line:
-    """Returns the line of a policy and a budget, which begins here; without a budget, that of its least one."""
-    name, options = parse_policy(policy)
-    if k is None and (policy, None) not in lines:
-        budgets = sorted(known for spec, known in lines if spec == policy and known is not None)
-        k = budgets[0] if budgets else None
+    """Returns the line of a policy and a budget, which begins here."""
     if (policy, k) not in lines:
+        spec, _, _ = policy.partition("@")  # `qa` writes a checkpoint's precision behind it
+        name, options = parse_policy(spec)
         made = get_policy(name, _NEEDED.get(name, {}) | options)
         exact = "where it saves little" if name == "auto" else "yes" if made.exact else "no"
         lines[policy, k] = {"policy": policy, "k": k, "exact": exact, "source": _short(made.source), "mr": {}}
@@ -109,7 +111,8 @@ def _line(lines: dict[tuple[str, int | None], Line], policy: str, k: int | None)
 def _short(source: str) -> str:
     """Returns the name in a policy's source: a paper's without its subtitle, `ours`."""
     name = re.split(r": |, (?:as|from|after) ", source)[0]
-    return "ours" if name == "agentcache" else name
+    arm = re.fullmatch(r"(?:the )?(.+ arm) of .*", name)
+    return f"the papers' {arm[1]}" if arm else "ours" if name == "agentcache" else name
 
 
 def _rank(line: Line) -> tuple[bool, str, int]:
@@ -125,7 +128,7 @@ def _inverse(speedup: float | None) -> float | None:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def _two(value: float | None) -> str:

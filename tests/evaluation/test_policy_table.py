@@ -15,7 +15,15 @@ from agentcache.evaluation.policy_table import policy_lines, policy_table
 
 
 def pair(policy: str, distance: int, mr: float, k: int | None = 32, **more: Any) -> dict[str, Any]:
-    cell = {"model": "m", "condition": "derived", "form": "table", "policy": policy, "k": k, "distance": distance}
+    cell = {
+        "model": "m",
+        "condition": "derived",
+        "form": "table",
+        "tokens": 600,
+        "policy": policy,
+        "k": k,
+        "distance": distance,
+    }
     return cell | {"mr": mr, "recompute_ratio": 0.1 + distance, "speedup": 4.0} | more
 
 
@@ -40,7 +48,7 @@ PAIRED = {
 QA = {
     "cells": [
         asked("attended", -0.01),
-        asked("epic", 0.0),
+        asked("epic@k8v8", 0.0),
         asked("exact_again", 0.0),
         asked("attended", 9, edit="x"),
     ]
@@ -53,30 +61,36 @@ def test_a_line_holds_what_both_commands_found(order: int) -> None:
     assert distances == [0, 250]
     assert [(line["policy"], line["k"], line["mr"]) for line in lines] == [
         ("prefix_cache", None, {0: 1.0}),
+        ("attended", None, {}),
         ("attended", 32, {250: 0.9, 0: 1.0}),
         ("attended", 64, {250: 0.98}),
-        ("epic", None, {}),
+        ("epic@k8v8", None, {}),
         ("patchkv", 32, {0: 0.99}),
     ]
-    assert [line["exact"] for line in lines] == ["yes", "no", "no", "no", "no"]
-    assert [line.get("f1_diff") for line in lines] == [None, -0.01, None, 0.0, None]
-    assert [line["source"] for line in lines] == ["prefix caching", "ours", "ours", "EPIC", "PatchKV"]
-    assert lines[1]["recompute_ratio"] == 0.1 and lines[1]["ttft_ratio"] == 0.25
+    assert [line["exact"] for line in lines] == ["yes", "no", "no", "no", "no", "no"]
+    assert [line.get("f1_diff") for line in lines] == [None, -0.01, None, None, 0.0, None]
+    assert [line["source"] for line in lines] == ["prefix caching", "ours", "ours", "ours", "EPIC", "PatchKV"]
+    assert lines[2]["recompute_ratio"] == 0.1 and lines[2]["ttft_ratio"] == 0.25
 
 
 def test_the_table_has_a_dash_where_nothing_was_measured() -> None:
     rows = {line.split("|")[1].strip(): line for line in policy_table([PAIRED, QA]).splitlines()}
-    assert rows["`attended` K=32"].endswith("| 10.0 % | 25.0 % | 1.00 | 0.90 | -1.0 [-2.0, +1.0] | 20.0 % | 20.0 % |")
-    assert rows["`epic`"].endswith("| – | – | – | – | +0.0 [-1.0, +2.0] | 20.0 % | 20.0 % |")
-    assert rows["`patchkv` K=32"].endswith("| 10.0 % | – | 0.99 | – | – | – | – |")
+    assert rows["`attended` K=32"].endswith("| 10 % | 25 % | 1.00 | 0.90 | – | – | – |")
+    assert rows["`attended`"].endswith("| – | – | – | – | -1.0 [-2.0, +1.0] | 20 % | 20 % |")
+    assert rows["`epic@k8v8`"].endswith("| – | – | – | – | +0.0 [-1.0, +2.0] | 20 % | 20 % |")
+    assert rows["`patchkv` K=32"].endswith("| 10 % | – | 0.99 | – | – | – | – |")
     assert "F1" not in policy_table([PAIRED])
 
 
 def test_what_cannot_be_one_table_is_refused() -> None:
     with pytest.raises(ConfigError, match="paired-edit are of m and other"):
         policy_table([PAIRED, {"cells": [pair("epic", 0, 1.0, model="other")]}])
-    with pytest.raises(ConfigError, match="two results measure attended at distance 0"):
+    with pytest.raises(
+        ConfigError, match=r"two results measure attended at distance 0 \(in contexts from 600 tokens\)"
+    ):
         policy_table([PAIRED, {"cells": [pair("attended", 0, 1.0)]}])
+    with pytest.raises(ConfigError, match="two results ask attended questions"):
+        policy_table([QA, {"cells": [asked("attended", 0.0)]}])
     with pytest.raises(ConfigError, match="no derived items and no questions"):
         policy_table([{"cells": []}])
 
