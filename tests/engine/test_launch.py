@@ -17,6 +17,7 @@ import pytest
 
 from agentcache import AgentCache, CacheConfig, ConfigError, EngineDeadError, UnsupportedModelError
 from agentcache.engine import arguments as engine_arguments
+from agentcache.engine import launch
 from agentcache.engine.arguments import IN_CORE, engine_args, import_vllm
 from agentcache.engine.launch import EngineStart
 from tests.models import REFUSED
@@ -81,6 +82,36 @@ def test_one_worker_lives_in_the_engines_core_and_more_or_a_named_executor_as_vl
     for more in ("tensor", "pipeline", "prefill_context", "data"):
         assert executor(**{f"{more}_parallel_size": 2}) is None
     assert executor(distributed_executor_backend="mp") == "mp"
+
+
+def test_a_worker_in_the_core_has_a_thread_for_each_of_its_cores_and_may_use_all_of_them(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("on GPUs vLLM does so by itself")
+
+    def variables(config: CacheConfig) -> dict[str, str]:
+        with launch._environment(config, None):
+            vllm_config = engine_args(config, str(tiny("llama"))).create_engine_config()
+            launch._set_threads(vllm_config)
+            return {name: os.environ[name] for name in os.environ if name.startswith(("OMP_", "GOMP_"))}
+
+    for name in ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    small = {"max_model_len": 512, "kv_bytes": 1 << 24}
+    found = variables(CacheConfig.build(**small))
+    cores = found["OMP_PLACES"].strip("{}").split(",")
+    assert found == {
+        "OMP_NUM_THREADS": str(len(cores)),
+        "OMP_PLACES": f"{{{','.join(cores)}}}",
+        "OMP_PROC_BIND": "true",
+    }
+    assert {int(core) for core in cores} <= os.sched_getaffinity(0)
+    assert not variables(CacheConfig.build(**small, engine_args={"distributed_executor_backend": "mp"}))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert not variables(CacheConfig.build(**small))
 
 
 def test_the_kv_space_is_a_quarter_of_the_free_memory_unless_the_environment_says_more(
