@@ -26,7 +26,7 @@ __all__ = ["ABLATIONS", "POLICIES", "QUICK", "Ablation", "qa"]
 
 POLICIES: Final = (
     "prefix_cache,direct_reuse,edit_local,edit_local_boundary,epic:k=128,patchkv,cacheblend,prophetkv,mean_shift,attended,"
-    "frontier,auto,random,structural"
+    "frontier,auto,attention_blocks,edit_to_carrier,random,structural"
 )
 """All that choose without knowing the answer; `epic` with its other budget, since with 32 it is `edit_local`."""
 

@@ -68,7 +68,8 @@ class _Group:
 def cells_from(rows: Iterable[Row], model: str) -> dict[str, Any]:
     """Returns `cells`, one for each condition, form, distance, policy and budget; `pairs`, the tests behind them; `per_item`.
 
-    `per_item` holds each cell's draws and each arm's margin recovery of them, None where it did not run: what the means are made of.
+    `per_item` holds each cell's draws and, by arm, margin recovery and share of recomputed tokens of each, None where it did not run:
+    what the means are made of.
 
     Args:
         rows: References and arms, see `paired_edit`.
@@ -162,10 +163,14 @@ def _per_item(group: _Group) -> Row:
     draws = sorted(group.references)
     found = {arm: group.recovery(arm) for arm in sorted(group.arms, key=_order)}
     label = {arm: arm[0] if arm[1] is None else f"{arm[0]}@{arm[1]}" for arm in found}
-    values = {
-        label[arm]: [None if draw not in mr else round(mr[draw], 4) for draw in draws] for arm, mr in found.items()
+    return {
+        "draws": draws,
+        "mr": {label[a]: [None if d not in mr else round(mr[d], 4) for d in draws] for a, mr in found.items()},
+        "recompute_ratio": {
+            label[a]: [None if d not in mr else group.arms[a][d]["recompute_ratio"] for d in draws]
+            for a, mr in found.items()
+        },
     }
-    return {"draws": draws, "mr": values}
 
 
 def _against(group: _Group, arm: Name) -> Name | None:

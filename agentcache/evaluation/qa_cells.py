@@ -104,10 +104,12 @@ def _rounded(bounds: tuple[float, float]) -> list[float]:
 
 
 def per_item(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns each question's id and each arm's F1, in the same order: what the intervals are made of."""
+    """Returns each question's id and each arm's F1 and share of recomputed tokens, in the same order: what the means are made of."""
+    arms = sorted(rows[0]["arms"])
     return {
         "id": [row["id"] for row in rows],
-        "f1": {arm: [row["arms"][arm]["f1"] for row in rows] for arm in sorted(rows[0]["arms"])},
+        "f1": {arm: [row["arms"][arm]["f1"] for row in rows] for arm in arms},
+        "recompute_ratio": {arm: [row["arms"][arm].get("recompute_ratio") for row in rows] for arm in arms},
     }
 
 

@@ -133,7 +133,8 @@ def test_each_items_recovery_is_there() -> None:
     assert items["draws"] == [*DRAWS] and items["condition"] == "derived"
     assert items["mr"]["edit_local@32"] == [round(1 - draw / 100, 4) for draw in DRAWS]
     assert items["mr"]["random@32"] == [0.5, 0.49, 0.48, None, None, None, None, None]
-    assert "edit_local_boundary" in items["mr"]
+    assert items["mr"].keys() == items["recompute_ratio"].keys() and "edit_local_boundary" in items["mr"]
+    assert items["recompute_ratio"]["random@32"] == [0.1] * 3 + [None] * 5
 
 
 def test_nothing_measured_gives_no_cells() -> None:
