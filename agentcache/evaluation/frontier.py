@@ -150,7 +150,7 @@ def stop_cells(rows: Sequence[Row], model: str, *, tau_v: float, gamma: float) -
     )
     cells = []
     for arm in rows[0]["arms"]:
-        stops = np.array([row["arms"][arm]["stop"] for row in rows])
+        stops = np.array([_stop_of(row, arm) for row in rows])
         past = stops - boundaries
         low, middle, high = np.percentile(past, [25, 50, 75])
         cells.append(
@@ -171,6 +171,12 @@ def stop_cells(rows: Sequence[Row], model: str, *, tau_v: float, gamma: float) -
             }
         )
     return cells
+
+
+def _stop_of(row: Row, arm: str) -> int:
+    """Returns where an arm stopped: at the end, where so much was planned that vLLM computed the prompt by itself."""
+    found = row["arms"][arm]
+    return int(row["suffix"] if found["recompute_ratio"] >= 1 else found["stop"])
 
 
 def matched(

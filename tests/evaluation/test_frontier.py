@@ -91,6 +91,9 @@ def row(stop: int, deviation: list[float]) -> dict[str, Any]:
 
 def test_stops_lie_before_at_or_behind_the_boundary() -> None:
     rows = [row(32, [0.2, 0.2, 0.0, 0.0]), row(64, [0.2, 0.2, 0.0, 0.0]), row(128, [0.0] * 4), row(96, [0.1] * 4)]
+    whole = row(0, [0.2, 0.0, 0.0, 0.0])
+    whole["arms"]["frontier"]["recompute_ratio"] = 1.0
+    assert stop_cells([whole], "m", tau_v=0.005, gamma=0.98)[0]["stop"] == 128
     (cell,) = stop_cells(rows, "m", tau_v=0.005, gamma=0.98)
     assert (cell["n"], cell["stop"], cell["boundary"]) == (4, 80, (64 + 64 + 0 + 128) / 4)
     assert cell["covers"] == 0.5 and cell["missed"] == 16 and cell["spent"] == 32  # −32, 0, 128, −32

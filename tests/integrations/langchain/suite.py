@@ -32,7 +32,7 @@ TOOL_MODEL_VARIABLE = "AGENTCACHE_TOOL_MODEL"
 TOOL_MODEL = os.environ.get(TOOL_MODEL_VARIABLE)
 
 _TEXT_TOKENS = 12
-_FORM_TOKENS = 160
+_FORM_TOKENS = 112
 
 
 class Conformance(ChatModelIntegrationTests):
