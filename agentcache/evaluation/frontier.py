@@ -106,7 +106,7 @@ class Stops:
             "dtype": self._dtype,
             "suffix": drift["lengths"]["suffix"],
             "block": drift["block"],
-            # Over layers the median of what differs, as PatchKV's block deviation has it.
+            # The median over layers, as in PatchKV's block deviation; over all of them (**choice**), where that takes sampled ones.
             "deviation": [round(float(each), 6) for each in np.median(1 - value, axis=0)],
             "arms": {name: arms[name] for name in self._policies},
         }

@@ -2,7 +2,8 @@
 
 Qwen2.5 and its coders do so as often as not. vLLM's `hermes` reads the tags alone and its `xlam` fenced arrays alone, so such a call
 would be an answer that shows JSON to the user. This one is `hermes` over a text in which each such call of a tool that was given
-stands between tags: an object of `name` and `arguments` alone, or a list of them, at the reply's start or at that of a fence. Import it only after an engine has started, see `parsing`.
+stands between tags: an object of `name` and `arguments` alone, or a list of them, at the reply's start or at that of a fence. Import
+it only after an engine has started, see `parsing`.
 """
 
 from __future__ import annotations
