@@ -24,6 +24,7 @@ from rich.table import Table
 from agentcache.bench_resume import empty_prefix_cache
 from agentcache.cache import AgentCache
 from agentcache.environment import hardware, versions
+from agentcache.episodes.diff import as_ids, common_prefix
 from agentcache.errors import ConfigError
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.edits import Task, make_edits
@@ -59,13 +60,13 @@ class TokenEdit:
     @property
     def prefix(self) -> int:
         """Common leading tokens."""
-        return _common(self.old, self.new)
+        return common_prefix(as_ids(self.old), as_ids(self.new))
 
     @property
     def suffix(self) -> int:
         """Common trailing tokens behind the edit."""
         most = min(len(self.old), len(self.new)) - self.prefix
-        return min(_common(self.old[::-1], self.new[::-1]), most)
+        return min(common_prefix(as_ids(self.old[::-1]), as_ids(self.new[::-1])), most)
 
 
 def short_suffix(edit: TokenEdit, keep: int) -> TokenEdit:
@@ -102,13 +103,6 @@ def _many(tasks: Sequence[Task], seed: int, count: int) -> Iterator[Any]:
         edits = list(make_edits(tasks, seed=seed + 1000 * turn, per_task=per_task, characters=_CHARACTERS))
         random.Random(f"{seed}/{turn}").shuffle(edits)
         yield from edits
-
-
-def _common(old: Sequence[int], new: Sequence[int]) -> int:
-    """Returns how many leading tokens are the same."""
-    return next(
-        (at for at, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), min(len(old), len(new))
-    )
 
 
 class _Bench:

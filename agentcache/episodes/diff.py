@@ -134,7 +134,7 @@ def as_ids(ids: TokenIds) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
-def common_prefix(a: Ints, b: Ints) -> int:
+def common_prefix(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int:
     """Returns how many leading elements of two arrays are equal."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]

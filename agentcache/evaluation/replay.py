@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
-import numpy as np
-
 from agentcache.episodes import EpisodeTracker, Renderer
+from agentcache.episodes.diff import common_prefix
 from agentcache.episodes.pieces import TokenArray
 from agentcache.errors import ConfigError
 from agentcache.recovery.base import PolicyContext, RecoveryPolicy
@@ -199,7 +198,7 @@ def replay_run(
         context = PolicyContext(revision.diff, prompt.token_ids, revision.boundaries)
         length = len(prompt.token_ids)
         made = plan(policy, context, parent_exact_end=length, limit=length - 1)
-        cached = min(max((_common(ids, prompt.token_ids) for ids in earlier), default=0), length - 1)
+        cached = min(max((common_prefix(ids, prompt.token_ids) for ids in earlier), default=0), length - 1)
         if head is None:
             made = replace(made, load_end=0, restore=(), recompute=(), prefix_tokens=0, reused_tokens=0)
         restored = sum(run_.length for run_ in made.restore)
@@ -226,11 +225,4 @@ def _reply(renderer: Renderer, chat: list[dict[str, Any]], message: Any, prompt:
     from agentcache.integrations.langchain.messages import to_chat
 
     whole = renderer.render([*chat, *to_chat([message])], add_generation_prompt=False).token_ids
-    return whole[_common(whole, prompt) :]
-
-
-def _common(a: TokenArray, b: TokenArray) -> int:
-    """Returns the length of the longest common prefix."""
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(a[:size] != b[:size])
-    return int(differ[0]) if len(differ) else size
+    return whole[common_prefix(whole, prompt) :]
