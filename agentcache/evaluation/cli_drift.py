@@ -99,7 +99,7 @@ def run_drift(settings: DriftRun, console: Console, *, plots: bool) -> dict[str,
         "max_tokens": settings.max_tokens,
         "cells": cells,
         "layers": layers,
-        "models": [each["model"] for each in made],
+        "models": [{**each["model"], "data": each["data"]} for each in made],
         "provenance": made[-1],
     }
     written = write_report(settings.out, result, "Drift behind an edit, by distance", sections(cells, layers))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from agentcache.errors import ConfigError
 from agentcache.evaluation.app import (
     ModelOption,
     OutOption,
@@ -115,18 +114,13 @@ def _profile(settings: MemoryRun, model: str, data: Sequence[DataUse]) -> Profil
         ConfigError: They were fitted to a file that is measured on.
     """
     from agentcache.config import CacheConfig
-    from agentcache.evaluation.provenance import calibration
+    from agentcache.evaluation.provenance import check_disjoint
 
     profile = CacheConfig.build(model=model).measured
     requests = [arm.request(1, 1) for arm in settings.arms]
     if profile is None or all(profile.options_for(name, options) == options for name, options in requests):
         return None
-    shared = calibration(profile, data)["shared_files"]
-    if shared:
-        raise ConfigError(
-            f"the profile of {profile.model.name} was fitted to data that is measured on ({', '.join(shared)}), and a policy takes "
-            "its settings from it; give other --data, or policies that need no profile"
-        )
+    check_disjoint(profile, data, [name for name, _ in requests])
     return profile
 
 

@@ -109,6 +109,7 @@ def paired_edit(
             reply=reply,
             profile=profile,
             plots=plots,
+            overlap=quick,
         ),
         Console(),
     )

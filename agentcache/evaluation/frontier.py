@@ -25,7 +25,7 @@ from agentcache.recovery.spec import parse_policy
 
 __all__ = ["FrontierRun", "Stops", "matched", "one_edit", "stop_cells", "stop_key"]
 
-_SCHEMA: Final = 1
+_SCHEMA: Final = 2
 _DIGITS: Final = 4
 _FRONTIER: Final = "frontier"
 

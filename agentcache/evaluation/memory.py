@@ -31,6 +31,7 @@ from agentcache.evaluation.memory_arms import FULL, MemoryArm
 from agentcache.evaluation.memory_data import MemoryQuestion, MemorySet, Unit
 from agentcache.evaluation.memory_retrieval import recall, retrieve
 from agentcache.evaluation.scores import score_reply
+from agentcache.evaluation.stored import rows_stored
 from agentcache.guard import first_tokens, top_kl
 from agentcache.kernels import Tag
 from agentcache.profiling.datasets import SAMPLE
@@ -358,6 +359,7 @@ def _found(arm: MemoryArm, reply: Reply, question: MemoryQuestion) -> dict[str, 
         "recompute_ratio": ratio,
         "source_tokens": recovery.source_tokens,
         "aligned_tokens": recovery.suffix_tokens,
+        "stored": rows_stored(recovery),
         "answer_tokens": len(reply.token_ids),
         "reason": recovery.reason,
     }

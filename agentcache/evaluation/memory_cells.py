@@ -11,6 +11,7 @@ from agentcache.evaluation.items import Row
 from agentcache.evaluation.memory_arms import FULL, MemoryArm
 from agentcache.evaluation.scores import SCORES
 from agentcache.evaluation.statistics import mean_ci, paired_ci, wilcoxon
+from agentcache.evaluation.stored import shares_stored
 
 __all__ = ["cells_of", "pairs_of", "retrieval_of", "shift_of"]
 
@@ -32,7 +33,8 @@ def cells_of(
 
     `f1_diff` is the mean over questions of the arm's F1 less full recompute's, with the 95 % interval of a bootstrap over questions
     and the p of Wilcoxon's signed-rank test, which is not corrected. `kl` is the mean of a lower bound of the first token's KL from
-    full recompute's, of the 20 most likely tokens. `speedup` is of mean times to the first token.
+    full recompute's, of the 20 most likely tokens. `speedup` is of mean times to the first token; `stored` the shares of the
+    precisions in what was restored, some of which stay exact under every one (`mixed`, and each unit's first rows).
 
     Args:
         rows: Of `memory`, of any data sets, at least one.
@@ -75,6 +77,7 @@ def _cell(rows: Sequence[Row], arm: MemoryArm, seed: int) -> Cell:
         "reused_share": _mean(
             [each["source_tokens"] / row["prompt_tokens"] for each, row in zip(own, rows, strict=True)]
         ),
+        "stored": shares_stored(each.get("stored", {}) for each in own),
         "faults": sum(each["reason"] is not None for each in own) if arm.policy != FULL else 0,
     }
 

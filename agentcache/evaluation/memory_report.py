@@ -9,6 +9,7 @@ from typing import Any, Final
 from agentcache.evaluation.memory_arms import FULL
 from agentcache.evaluation.memory_cells import AGAINST
 from agentcache.evaluation.report import Column, Section, new_figure, number, save_figure
+from agentcache.evaluation.stored import text_stored
 
 __all__ = ["plot_memory", "plot_shift", "sections"]
 
@@ -38,6 +39,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         Column("recomputed", number("recompute_ratio", 1, percent=True)),
         Column("TTFT, ms", number("ttft_ms", 0)),
         Column("speedup", number("speedup")),
+        Column("restored from", lambda cell: text_stored(cell["stored"])),
     ]
     found = [
         Section(

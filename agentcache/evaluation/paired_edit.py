@@ -21,7 +21,7 @@ from agentcache.evaluation.paired_bench import PairedBench
 from agentcache.evaluation.paired_items import Cell, background, cells_of, draw
 from agentcache.evaluation.paired_report import cells_from, report
 from agentcache.evaluation.paired_transplant import Transplanted
-from agentcache.evaluation.provenance import DataUse, fingerprint, provenance, spoken_command
+from agentcache.evaluation.provenance import DataUse, check_disjoint, fingerprint, provenance, spoken_command
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.derived import ChatFrame, DerivedItem
 from agentcache.profiling.lookup import profile_for
@@ -59,6 +59,7 @@ class PairedRun:
         reply: What replies begin with.
         profile: The model's profile.
         plots: Whether plots are drawn.
+        overlap: Whether texts that the profile was fitted to may be the background, which shows that it works and is no result.
     """
 
     model: str
@@ -78,6 +79,7 @@ class PairedRun:
     reply: str
     profile: Path | None
     plots: bool
+    overlap: bool = False
 
 
 class _Measured:
@@ -139,6 +141,9 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
     documents = background(dataset)
     folder, model = fingerprint(settings.model)
     profile = profile_for(str(folder), settings.profile)
+    use = DataUse(dataset.name, dataset.hash, len(documents), "background texts")
+    if not settings.overlap:
+        check_disjoint(profile, [use], [arm.policy for arm in arms])
     common = {
         "schema": SCHEMA,
         "model": model.hash,
@@ -162,7 +167,7 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
     dtypes = sorted({row["row"]["dtype"] for row in rows if row["arm"] is None})
     drawn = sum(cell["n_drawn"] for cell in {_cell_of(cell): cell for cell in found["cells"]}.values())
     data = [
-        DataUse(dataset.name, dataset.hash, len(documents), "background texts"),
+        use,
         DataUse("synthetic aliases, tables and questions", common_digest(common), drawn, "items drawn"),
     ]
     result = {

@@ -30,6 +30,8 @@ BAND: Final = 0.05
 
 _TWICE: Final = ("attended", 2 * PRIMARY)
 
+_TRANSPLANTS: Final = "transplants"
+
 _NO_BUDGET: Final = ("edit_local_boundary",)  # of the paper's policies: it is tested beside the primary budget
 
 
@@ -82,8 +84,9 @@ def cells_from(rows: Iterable[Row], model: str) -> dict[str, Any]:
         place = {"model": model, **group.cell, "condition": _condition(group.cell)}
         tested = [place | pair for pair in _tests(group)]
         pairs += tested
-        corrected = {(pair["a"], pair["k_a"]): pair["p_holm"] for pair in tested if pair["b"] == REFERENCE}
-        corrected |= {(pair["b"], pair["k_b"]): pair["p_holm"] for pair in tested if pair["a"] == REFERENCE}
+        policies = [pair for pair in tested if pair["family"] != _TRANSPLANTS]
+        corrected = {(pair["a"], pair["k_a"]): pair["p_holm"] for pair in policies if pair["b"] == REFERENCE}
+        corrected |= {(pair["b"], pair["k_b"]): pair["p_holm"] for pair in policies if pair["a"] == REFERENCE}
         for arm in sorted(group.arms, key=_order):
             cells.append(place | _cell(group, arm) | {"p_holm": corrected.get(arm)})
         per_item.append(place | _per_item(group))
@@ -180,10 +183,11 @@ def _against(group: _Group, arm: Name) -> Name | None:
 
 
 def _tests(group: _Group) -> list[Row]:
-    """Returns the paired tests of a group: the fifteen pairs of the paper's policies, and each other policy against the reference.
+    """Returns the paired tests of a group.
 
-    Each is a family of its own under Holm's correction; none pools cells. Other budgets, diagnostics and transplants are shown and
-    not tested, as in the paper; `attended` is tested at twice the primary budget too.
+    The fifteen pairs of the paper's policies; each other policy against the reference; and each policy's transplanted rows against the
+    same rows recomputed, at each budget. Each is a family of its own under Holm's correction; none pools cells. Other budgets and
+    diagnostics are shown and not tested, as in the paper; `attended` is tested at twice the primary budget too.
     """
     paper = [(name, None if name in _NO_BUDGET else PRIMARY) for name in PAPER]
     mine = [arm for arm in paper if arm in group.arms]
@@ -198,8 +202,18 @@ def _tests(group: _Group) -> list[Row]:
     families: list[tuple[str, list[tuple[Name, Name]]]] = [
         ("paper", [*combinations(mine, 2)]),
         ("others", [(arm, against) for arm in others if (against := _against(group, arm)) is not None]),
+        (
+            _TRANSPLANTS,
+            [(arm, own) for arm in sorted(group.arms, key=_order) if (own := _computed(arm)) and own in group.arms],
+        ),
     ]
     return [pair for family, pairs in families for pair in _family(group, family, pairs)]
+
+
+def _computed(arm: Name) -> Name | None:
+    """Returns the arm that recomputes the rows which this one transplants; None for one that does not."""
+    name, k = arm
+    return (name.removeprefix(TRANSPLANT), k) if name.startswith(TRANSPLANT) else None
 
 
 def _family(group: _Group, family: str, pairs: Sequence[tuple[Name, Name]]) -> list[Row]:
@@ -255,6 +269,16 @@ _COLUMNS: Final = (
 )
 
 
+_PAIR_COLUMNS: Final = (
+    Column("cell", lambda row: f"{row['condition']}, d = {row['distance']}", left=True),
+    Column("policy", lambda row: row["b"], left=True),
+    Column("K", lambda row: "–" if row["k_b"] is None else str(row["k_b"])),
+    Column("n", lambda row: str(row["n"])),
+    Column("difference", interval("difference", "difference_ci")),
+    Column("p (Holm)", _p),
+)
+
+
 def report(out: Path, result: Mapping[str, Any], *, plots: bool, console: Console) -> None:
     """Writes a result's files and says which."""
     sections = []
@@ -267,6 +291,9 @@ def report(out: Path, result: Mapping[str, Any], *, plots: bool, console: Consol
             "the others apart."
         )
         sections.append(Section(name, cells, _COLUMNS, text))
+    if pairs := [pair for pair in result["pairs"] if pair["family"] == _TRANSPLANTS]:
+        text = "Margin recovery of rows copied from a full prefill less that of the same rows recomputed, paired; Holm over a cell's."
+        sections.append(Section("Transplanted against recomputed", pairs, _PAIR_COLUMNS, text))
     written = write_report(out, result, "Paired edits", sections)
     if plots and result["cells"]:
         written += _plots(out, result["cells"])

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.environment import hardware, versions
+from agentcache.errors import ConfigError
 from agentcache.profiling.model import ModelFingerprint, model_fingerprint
 from agentcache.profiling.profile import Profile
+from agentcache.recovery.spec import parse_policy
 from agentcache.weights import BUILTIN_MODELS, resolve_model
 
-__all__ = ["DataUse", "calibration", "fingerprint", "provenance", "spoken_command"]
+__all__ = ["DataUse", "calibration", "check_disjoint", "fingerprint", "provenance", "spoken_command"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,22 @@ def calibration(profile: Profile | None, data: Iterable[DataUse]) -> dict[str, A
         "data": [source.model_dump() for source in profile.data],
         "shared_files": sorted({use.hash for use in data} & known),
     }
+
+
+def check_disjoint(profile: Profile | None, data: Iterable[DataUse], policies: Iterable[str]) -> None:
+    """Refuses to report on data that a profile was fitted to where one of the policies takes settings from it.
+
+    Raises:
+        ConfigError: They share a file.
+    """
+    if profile is None or not any(profile.options_for(parse_policy(policy)[0]) for policy in policies):
+        return
+    shared = calibration(profile, data)["shared_files"]
+    if shared:
+        raise ConfigError(
+            f"the profile of {profile.model.name} was fitted to data that is measured on ({', '.join(shared)}), and a policy takes "
+            "its settings from it; give other --data, or policies that need no profile"
+        )
 
 
 def provenance(

@@ -21,6 +21,7 @@ from rich.console import Console
 from agentcache.bench_resume import empty_prefix_cache
 from agentcache.cache import AgentCache, Episode
 from agentcache.config import PRECISIONS, CacheConfig
+from agentcache.episodes.diff import as_ids, common_prefix
 from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.evaluation.app import work_path
 from agentcache.evaluation.items import Row, item_key, rotated, run_items
@@ -30,7 +31,7 @@ from agentcache.evaluation.qa_data import QuestionSet, load_questions, without_c
 from agentcache.evaluation.qa_edits import QA_EDITS, QAEdit, QAItem, make_items
 from agentcache.evaluation.report import write_report
 from agentcache.evaluation.scores import score_reply
-from agentcache.labels import NOTHING, count_labels
+from agentcache.evaluation.stored import rows_stored
 from agentcache.profiling.datasets import SAMPLE
 from agentcache.profiling.model import ModelFingerprint
 from agentcache.profiling.profile import Profile
@@ -41,7 +42,7 @@ from agentcache.work_file import WorkFile
 
 __all__ = ["Arm", "QARun", "arms_of", "run"]
 
-_SCHEMA: Final = 1  # of an item's row and of how it is measured
+_SCHEMA: Final = 2  # of an item's row and of how it is measured
 _ROOM: Final = 512  # tokens beside the documents: frames, question, answer
 
 
@@ -221,7 +222,7 @@ class _Measurement:
             ids = self._ids(item)
             saved |= self._save(item, number)
             saved_s = time.monotonic() - started
-            prefix = _common(self._cache.render(list(item.old)).token_ids.tolist(), ids)
+            prefix = common_prefix(self._cache.render(list(item.old)).token_ids, as_ids(ids))
             arms = dict[str, Any]()
             for arm in rotated(self._arms, number):
                 self._prime(saved["exact"], ids[:prefix])
@@ -298,18 +299,12 @@ def _found(reply: Reply, item: QAItem) -> dict[str, Any]:
             "planned_ratio": recovery.planned_ratio,
             "suffix_tokens": recovery.suffix_tokens,
             "reused_tokens": recovery.reused_tokens,
-            "stored": {tag: rows for tag, rows in count_labels(recovery.precisions).items() if tag != NOTHING},
+            "stored": rows_stored(recovery),
             "used": recovery.policy,
         }
         if recovery.reason is not None:
             found["reason"] = recovery.reason
     return found
-
-
-def _common(old: Sequence[int], new: Sequence[int]) -> int:
-    """Returns how many leading tokens are the same."""
-    length = min(len(old), len(new))
-    return next((at for at in range(length) if old[at] != new[at]), length)
 
 
 def _report(

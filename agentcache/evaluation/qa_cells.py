@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from agentcache.evaluation.items import Row
 from agentcache.evaluation.report import Column, Section, interval, new_figure, number, save_figure
 from agentcache.evaluation.scores import SCORES
 from agentcache.evaluation.statistics import mean_ci, paired_ci, wilcoxon
+from agentcache.evaluation.stored import shares_stored, text_stored
 
 __all__ = ["AGAIN", "ALL", "BASE", "cells", "pareto_plot", "per_item", "sections"]
 
@@ -89,10 +89,7 @@ def _cell(rows: Sequence[Row], arm: str, seed: int) -> Cell:
     for name in _MEASURED:
         values = [each[name] for each in own if name in each]
         cell[name] = round(float(np.mean(values)), 6) if values else None
-    stored: Counter[str] = Counter()
-    for each in own:
-        stored.update(each.get("stored", {}))
-    cell["stored"] = {tag: round(count / stored.total(), 6) for tag, count in sorted(stored.items())}
+    cell["stored"] = shares_stored(each.get("stored", {}) for each in own)
     used = [each["used"] for each in own if "used" in each]
     cell["faults"] = sum("reason" in each and each["used"] not in _MAY_REUSE_NOTHING for each in own)
     cell["ran_exact"] = round(sum(name == BASE for name in used) / len(used), 6) if used else None
@@ -130,7 +127,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
                 Column("TTFT, ms", number("ttft_ms", 0)),
                 Column("speedup", number("speedup")),
                 Column("recomputed of S", number("recompute_ratio", 1, percent=True)),
-                Column("restored from", lambda cell: _stored(cell["stored"])),
+                Column("restored from", lambda cell: text_stored(cell["stored"])),
                 Column("ran exactly", number("ran_exact", 0, percent=True)),
                 Column("faults", number("faults", 0)),
             ],
@@ -167,12 +164,6 @@ def _points(key: str, of: str = "") -> Any:
         return interval(key, of, 1)(scaled)
 
     return text
-
-
-def _stored(shares: Mapping[str, float]) -> str:
-    """Returns how the rows that were restored had been stored, the most frequent way first."""
-    ways = sorted(shares.items(), key=lambda way: -way[1])
-    return ", ".join(tag if share == 1 else f"{tag} {share:.0%}" for tag, share in ways) or "–"
 
 
 def _crossed(title: str, some: Sequence[Cell], key: str, values: Sequence[str], text: str = "") -> Section:

@@ -18,6 +18,8 @@ from agentcache.types import Run
 
 __all__ = ["Frontier"]
 
+_HEAD_START = 4  # the share of a length model's window that the first step takes: two doublings reach all of it
+
 
 @register
 @dataclass(frozen=True)
@@ -27,11 +29,12 @@ class Frontier(OnlinePolicy):
     Ours. A run that starts at the edit reads only exact rows before it, so its rows are exact, and their agreement with the
     stale rows that they replace is a true measure of drift at its end, for free. The window grows by doubling; it ends when
     the last `calm` blocks of the run agree on average over `threshold`, or at `most_tokens`. A profile's length model only
-    sizes the first step.
+    sizes the first step, a quarter of what it gives: it is a high quantile, behind which few edits drift, and nothing shrinks a
+    step that was too long (`agentcache eval frontier`).
 
     Attributes:
         first: Tokens of the first step behind each edit; a profile's `length_model` replaces it.
-        length_model: The first step from the lengths, `LengthModel.to_text()`.
+        length_model: The first step from the lengths, a quarter of what this gives, `LengthModel.to_text()`.
         threshold: Value cosine, mean over layers, from which rows agree.
         block: Tokens whose mean is compared.
         calm: How many blocks at the run's end must agree.
@@ -72,9 +75,10 @@ class Frontier(OnlinePolicy):
         """Returns the first step behind each edit."""
         model = None if self.length_model is None else LengthModel.from_text(self.length_model)
         windows = dirty_windows(context.diff, model, self.first)
+        steps = windows if model is None else [-(-window // _HEAD_START) for window in windows]
         return [
-            Run(run.new_start, min(run.new_start + min(max(window, self.block), self.most_tokens), run.new_stop))
-            for run, window in zip(context.diff.suffix, windows, strict=True)
+            Run(run.new_start, min(run.new_start + min(max(step, self.block), self.most_tokens), run.new_stop))
+            for run, step in zip(context.diff.suffix, steps, strict=True)
         ]
 
     def choose(self, context: PolicyContext, signals: Signals) -> Iterable[tuple[int, int]]:

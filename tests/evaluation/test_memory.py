@@ -33,6 +33,7 @@ def answer(f1: float, ttft: float = 100.0, **more: Any) -> dict[str, Any]:
         "source_tokens": 800,
         "aligned_tokens": 1000,
         "answer_tokens": 5,
+        "stored": {"exact": 30, "k8v4": 10},
         "reason": None,
         "kl": 0.5,
     } | more
@@ -149,7 +150,7 @@ def test_a_cell_compares_an_arm_with_full_recompute_question_by_question() -> No
     assert (low["r"], low["n"], low["f1"]) == (0.1, 3, pytest.approx(0.7))
     assert low["f1_diff"] == pytest.approx(-0.1) and low["f1_diff_ci"][0] <= -0.1 <= low["f1_diff_ci"][1]
     assert (low["speedup"], low["reused_share"], low["edit"], high["f1_diff"]) == (2, 0.8, "chunks", 0)
-    assert reuse["r"] == 0 and reuse["faults"] == 0
+    assert reuse["r"] == 0 and reuse["faults"] == 0 and reuse["stored"] == {"exact": 0.75, "k8v4": 0.25}
     assert {c["category"]: c["n"] for c in by_category} == {"temporal": 2, "multi-hop": 1}
     (found,) = retrieval_of(rows)
     assert (found["known"], found["recall"]) == (2, 0.5)

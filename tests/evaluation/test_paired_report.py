@@ -122,6 +122,20 @@ def test_other_budgets_diagnostics_and_transplants_are_shown_and_not_tested() ->
     assert tested == {("epic", 32), ("attended", 64)} and found(rows).keys() >= {*shown}
 
 
+def test_transplanted_rows_are_compared_with_the_same_rows_recomputed() -> None:
+    rows = [
+        *measured(),
+        *(arm(draw, "transplanted/edit_local", 0.9 - draw / 100, k) for k in (16, 32) for draw in DRAWS),
+    ]
+    rows += [arm(draw, "edit_local", 0.7 - draw / 100, 16) for draw in DRAWS]
+    pairs = [pair for pair in cells_from(rows, "m")["pairs"] if pair["family"] == "transplants"]
+    shown = [(p["a"], p["k_a"], p["b"], p["k_b"], p["n"], p["difference"]) for p in pairs]
+    name = "transplanted/edit_local"
+    assert shown == [(name, 16, "edit_local", 16, 8, 0.2), (name, 32, "edit_local", 32, 8, -0.1)]
+    assert [pair["p_holm"] for pair in pairs] == [pytest.approx(2 * pair["p"]) for pair in pairs]
+    assert found(rows)[name, 32]["p_holm"] is None  # that column is of the policies' own tests
+
+
 def test_a_harder_form_is_a_condition_of_its_own() -> None:
     rows = [*measured(CELL | {"form": "chain"}), *measured()]
     assert [cell["condition"] for cell in cells_from(rows, "m")["cells"]] == ["derived"] * 7 + ["hard:chain"] * 7

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import ConfigError
-from agentcache.evaluation.provenance import DataUse, calibration, provenance, spoken_command
+from agentcache.evaluation.provenance import DataUse, calibration, check_disjoint, provenance, spoken_command
 from agentcache.evaluation.report import (
     Column,
     Section,
@@ -87,6 +87,16 @@ def test_data_that_set_the_policies_is_named_beside_the_data_of_the_result() -> 
     found = calibration(profile, [DataUse("a", shared, 3), DataUse("b", "00", 3)])
     assert found["shared_files"] == [shared] and found["data"] == [source.model_dump() for source in profile.data]
     assert calibration(None, [])["profile"] is None
+
+
+def test_a_policy_with_settings_of_a_profile_is_not_reported_on_the_data_they_were_fitted_to() -> None:
+    profile = next(shipped_profiles())
+    own, other = DataUse("a", profile.data[0].hash, 3), DataUse("b", "00", 3)
+    with pytest.raises(ConfigError, match=f"was fitted to data that is measured on \\({own.hash}\\)"):
+        check_disjoint(profile, [other, own], ["edit_local", "patchkv:kappa=0"])
+    check_disjoint(profile, [other], ["patchkv"])
+    check_disjoint(profile, [own], ["edit_local", "cacheblend:share=0.1"])  # they take nothing from it
+    check_disjoint(None, [own], ["patchkv"])
 
 
 def test_a_plot_is_saved_in_two_formats(tmp_path: Path) -> None:

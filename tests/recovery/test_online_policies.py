@@ -16,6 +16,7 @@ from agentcache.recovery import (
     CarrierWindow,
     CausalOracle,
     Frontier,
+    LengthModel,
     MeanShift,
     PolicyContext,
     ProphetKV,
@@ -138,6 +139,16 @@ def test_a_frontier_ends_where_its_last_blocks_agree(
             break
         assert runs == [(end, min(end + (end - first), stop))]
         end = runs[0][1]
+
+
+@pytest.mark.parametrize(("window", "step"), [(200, 50), (41, 16), (5000, 75)])
+def test_a_length_model_gives_a_quarter_of_its_window_as_a_frontiers_first_step(window: int, step: int) -> None:
+    constant = LengthModel((math.log1p(window), 0, 0, 0, 0, 0, 0)).to_text()
+    ((start, end),) = Frontier(length_model=constant, first=999).select(context(300))
+    assert (start, end) == (
+        PREFIX + FRESH,
+        PREFIX + FRESH + step,
+    )  # a window ends with the suffix, and a step has a block
 
 
 def test_the_query_is_the_last_message_unless_that_is_long() -> None:
