@@ -1,0 +1,89 @@
+"""docs/evaluation.md says what the committed results hold: its figures are made from them here and looked for there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TEXT = " ".join((ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8").split())
+
+Cell = Mapping[str, Any]
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
+    assert f"`{name}`" in TEXT
+    return found
+
+
+def derived(distance: int) -> dict[tuple[str, int | None], Cell]:
+    cells = result("paired-edit-qwen1.5b.json")["cells"]
+    return {(c["policy"], c["k"]): c for c in cells if (c["form"], c["distance"]) == ("table", distance)}
+
+
+def share(cell: Cell) -> str:
+    """Returns a cell's time as a share of prefix caching's."""
+    return f"{100 / cell['speedup']:.0f} %"
+
+
+def flips(cell: Cell) -> int:
+    return round(cell["flip"] * cell["n_kept"])
+
+
+def kept(cell: Cell) -> str:
+    return f"{cell['n_kept']} kept of {cell['n_drawn']}, {cell['prompt_tokens']:,} tokens"
+
+
+def test_direct_edits() -> None:
+    cells = result("paired-edit-qwen0.5b.json")["cells"]
+    least = min(cell["mr"] for cell in cells)
+    one = cells[1]
+    assert f"{one['n_kept']} items kept of {one['n_drawn']}, {one['prompt_tokens']:,} tokens, K = 32" in TEXT
+    assert f"every arm has MR {math.floor(1000 * least) / 1000} or more" in TEXT
+
+
+def test_derived_edits_beside_their_answer() -> None:
+    cells = derived(0)
+    local, shift, blend = cells["edit_local", 32], cells["mean_shift", 32], cells["cacheblend", 32]
+    edge = cells["edit_local_boundary", None]
+    assert (
+        f"Derived, d = 0, Qwen2.5-Coder-1.5B, {kept(local)}, K = 32, {local['recompute_ratio']:.1%}".replace("%", " %")
+        in TEXT
+    )
+    assert f"`edit_local` has MR {local['mr']:.2f} and flips {flips(local)} of {local['n_kept']}" in TEXT
+    for policy in ("epic", "patchkv", "frontier", "attended", "auto"):
+        assert round(cells[policy, 32]["mr"], 2) == 1 and flips(cells[policy, 32]) == local["n_kept"]
+    assert all(
+        round(cells[arm]["mr"], 2) == 0.01 for arm in (("direct_reuse", None), ("random", 32), ("structural", 32))
+    )
+    assert f"does it with {edge['repair_tokens']:.0f} tokens, at {share(edge)} of prefix caching's time" in TEXT
+    assert f"Its MR of {edge['mr']:.2f} overshoots" in TEXT
+    assert (
+        f"`cacheblend` {blend['mr']:.2f} with {flips(blend)} flips of {blend['n_kept']} (p = {blend['p_holm']:.3f}"
+        in TEXT
+    )
+    assert (
+        f"`mean_shift` recovers {shift['mr']:.2f} and flips {flips(shift)} of {shift['n_kept']} at {shift['repair_tokens']:.0f} "
+        "recomputed tokens"
+    ) in TEXT
+
+
+def test_derived_edits_away_from_their_answer() -> None:
+    cells = derived(250)
+    wide, narrow, query = cells["attended", 64], cells["attended", 32], cells["prophetkv", 32]
+    low, high = wide["mr_ci"]
+    assert f"Derived, d = 250, same model and K, {kept(wide)}" in TEXT
+    assert (
+        f"`attended` with K = 64 has MR {wide['mr']:.2f} [{low:.2f}, {high:.2f}] and flips {flips(wide)} of {wide['n_kept']} at "
+        f"{share(wide)} of prefix caching's time"
+    ) in TEXT
+    assert f"with K = 32 {narrow['mr']:.2f} and {flips(narrow)} of {narrow['n_kept']} at {share(narrow)}" in TEXT
+    windows = (("edit_local", 32), ("edit_local_boundary", None), ("patchkv", 32), ("frontier", 32))
+    assert {round(cells[arm]["mr"], 2) for arm in windows} == {0.01}
+    near, far = derived(0)["cacheblend", 32]["mr"], cells["cacheblend", 32]["mr"]
+    assert f"`cacheblend` falls from {near:.2f} to {far:.2f}".replace("-", "−") in TEXT
+    assert f"importance by the query alone, recovers {query['mr']:.2f} at {share(query)} of the time" in TEXT
