@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,9 @@ def kept(cell: Cell) -> str:
 
 def test_direct_edits() -> None:
     cells = result("paired-edit-qwen0.5b.json")["cells"]
-    least = min(cell["mr"] for cell in cells)
     one = cells[1]
     assert f"{one['n_kept']} items kept of {one['n_drawn']}, {one['prompt_tokens']:,} tokens, K = 32" in TEXT
-    assert f"every arm has MR {math.floor(1000 * least) / 1000} or more" in TEXT
+    assert f"every arm has MR {least(cells, 'mr')} or more" in TEXT
 
 
 def test_derived_edits_beside_their_answer() -> None:
@@ -87,3 +86,30 @@ def test_derived_edits_away_from_their_answer() -> None:
     near, far = derived(0)["cacheblend", 32]["mr"], cells["cacheblend", 32]["mr"]
     assert f"`cacheblend` falls from {near:.2f} to {far:.2f}".replace("-", "−") in TEXT
     assert f"importance by the query alone, recovers {query['mr']:.2f} at {share(query)} of the time" in TEXT
+
+
+def test_drift() -> None:
+    found = result("drift.json")
+    models = [model["name"] for model in found["models"]]
+    assert models == ["smollm2", "qwen05b", "qwen15b"] and found["pairs"] == 42
+    assert {use["name"] for model in found["models"] for use in model["data"]} == {"2wiki", "musique"}
+    cells = [cell for cell in found["cells"] if cell["n"] >= 10]
+    first = {cell["model"]: cell for cell in cells if cell["distance"] == 0}
+    far = [cell for cell in cells if cell["distance"] >= 256]
+    a, b, c = (f"{first[model]['value']:.3f}" for model in models)
+    assert (
+        f"42 real edits of 2Wiki and MuSiQue texts on each of three models, up to {found['max_tokens']} tokens" in TEXT
+    )
+    assert f"Stale values rise from {a}, {b} and {c}" in TEXT
+    assert max(cell["distance"] for cell in cells) == 352 and least(far, "value") == 0.995
+    worst = [min(layer["value_first"] for layer in found["layers"] if layer["model"] == model) for model in models]
+    assert "The layers that drift most are at {:.3f}, {:.3f} and {:.3f} there".format(*worst) in TEXT
+    in_place = sorted(cell["key_in_place"] for cell in cells)
+    assert f"at {in_place[0]:.2f} to {in_place[-1]:.2f} at every distance" in TEXT
+    near, wide = least([*first.values()], "key"), least(far, "key")
+    assert f"with it at {near} and more in the first block and at {wide} and more from 256 tokens on" in TEXT
+
+
+def least(cells: Sequence[Cell], name: str) -> float:
+    """Returns the smallest value, rounded down to three places: so much and more."""
+    return math.floor(1000 * min(cell[name] for cell in cells)) / 1000
