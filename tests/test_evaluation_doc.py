@@ -110,6 +110,26 @@ def test_drift() -> None:
     assert f"with it at {near} and more in the first block and at {wide} and more from 256 tokens on" in TEXT
 
 
+def test_where_the_frontier_stops() -> None:
+    found = result("frontier-smollm2.json")
+    cells = {cell["policy"].removesuffix(":length_model=null:most_tokens=4096"): cell for cell in found["cells"][:3]}
+    quarter = found["cells"][3]
+    assert quarter["policy"] == "frontier" and "length_model" in found["policies"]["frontier"]
+    (use,) = found["provenance"]["data"]
+    assert f"SmolLM2, {use['count']} real edits of MuSiQue texts, {quarter['suffix']:.0f} tokens behind each" in TEXT
+    assert use["name"] == "musique" and found["provenance"]["model"]["name"] == "smollm2"
+    assert f"the oracle boundary lies {quarter['boundary']:.0f} tokens behind the edit on average" in TEXT
+    assert (
+        f"stops at {quarter['stop']:.0f} and not before the boundary in {100 * quarter['covers']:.0f} % of the edits "
+        f"({quarter['missed']:.0f} tokens missed on average, {quarter['spent']:.0f} spent)"
+    ) in TEXT
+    own, tight = cells["frontier"], cells["frontier:threshold=0.99"]
+    assert (
+        f"from a first step of 32 tokens it stops at {own['stop']:.0f} and covers {100 * own['covers']:.0f} %" in TEXT
+    )
+    assert f"0.99 instead of the profile's at {tight['stop']:.0f} and {100 * tight['covers']:.0f} %" in TEXT
+
+
 def least(cells: Sequence[Cell], name: str) -> float:
     """Returns the smallest value, rounded down to three places: so much and more."""
     return math.floor(1000 * min(cell[name] for cell in cells)) / 1000
