@@ -230,7 +230,7 @@ def _line(row: dict[str, Any]) -> str:
     """Returns what is told of a turn once it has been run."""
     told = f"[dim]{row['turn']}: {row['prompt_tokens']} tokens"
     if "ttft_ms" in row:
-        told += f", first token after {row['ttft_ms']:.0f} ms, of a plain request after {row['prefix_cache_ttft_ms']:.0f} ms"
+        told += f", {row['ttft_ms']:.0f} ms, plain {row['prefix_cache_ttft_ms']:.0f} ms"
     return f"{told}[/]"
 
 
