@@ -110,6 +110,7 @@ class _Demo:
         self.episode: Episode = cache.episode("demo")
         self.previous: list[int] = []
         self.parent: str | None = None
+        self.warm = False
 
     def turn(self, turn: Turn) -> dict[str, Any]:
         """Runs one turn both ways; returns its row."""
@@ -142,6 +143,9 @@ class _Demo:
         of further runs, in turns.
         """
         arms = {"ours": partial(self._ours, turn, ids), "theirs": partial(self._theirs, ids)}
+        if not self.warm:  # the first distribution that an engine gives takes seconds
+            self.warm = True
+            self.cache.generate(ids[:1], max_tokens=1, logprobs=-1)
         first = {name: run("quality", logprobs=-1) for name, run in arms.items()}
         times = {name: [reply.ttft_ms] if reply.ttft_ms > _LONG_MS else [] for name, reply in first.items()}
         short = [name for name in arms if not times[name]]
