@@ -79,7 +79,8 @@ def check_disjoint(profile: Profile | None, data: Iterable[DataUse], policies: I
     Raises:
         ConfigError: They share a file.
     """
-    if profile is None or not any(profile.options_for(parse_policy(policy)[0]) for policy in policies):
+    asked = [parse_policy(policy) for policy in policies]
+    if profile is None or all(profile.options_for(name, given) == given for name, given in asked):
         return
     shared = calibration(profile, data)["shared_files"]
     if shared:

@@ -96,6 +96,7 @@ def test_a_policy_with_settings_of_a_profile_is_not_reported_on_the_data_they_we
         check_disjoint(profile, [other, own], ["edit_local", "patchkv:kappa=0"])
     check_disjoint(profile, [other], ["patchkv"])
     check_disjoint(profile, [own], ["edit_local", "cacheblend:share=0.1"])  # they take nothing from it
+    check_disjoint(profile, [own], ["patchkv:window=8:kappa=0:block=8"])  # all is given
     check_disjoint(None, [own], ["patchkv"])
 
 
