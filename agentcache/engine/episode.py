@@ -135,18 +135,14 @@ class AsyncEpisode:
     async def drop(self) -> None:
         """Forgets the episode and every version that no fork needs, and frees their KV, in memory and in the store below it.
 
-        A request of it that still runs is answered, and not kept. Rows that other versions share stay with them.
+        A request of it that still runs is answered, and not kept; one whose prompt is still being rendered is a plain request.
+        Rows that other versions share stay with them.
 
         Raises:
             StoreError: The store below cannot be changed; the episode is forgotten all the same.
         """
         session = self._session
-        session.guard.forget(self.id)
-        gone = session.tracker.drop(self.id)
-        for version in gone:
-            session.reports.pop(version, None)
-            session.without_kv.discard(version)
-        await free_versions(session, gone)
+        await free_versions(session, session.forget(self.id))
         # Those of an earlier process.
         below = [v for v in await stored_versions(session, self.id) if not session.tracker.knows(v)]
         await free_versions(session, below)
@@ -161,8 +157,15 @@ class AsyncEpisode:
         policy, policy_options = self._policy(request)
         session.running()
         parent = request.parent if request.parent is not None else self._recoverable_head()
-        prompt = await session.render(messages, request.tools, replies=self._replies(parent), began=self._began())
+        with session.underway(self.id) as underway:
+            prompt = await session.render(messages, request.tools, replies=self._replies(parent), began=self._began())
         started = time.perf_counter()
+        if underway.dropped:  # recorded now, it would begin the episode anew
+            plain = session.run(prompt, request, started=started, every_token=every_token)
+            async with contextlib.aclosing(plain) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
         revision = self._record(prompt, parent, request)
         session.without_kv.add(revision.version)
         admission = session.shadows.admit(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +27,7 @@ from agentcache.reply import RecoveryReport, StreamChunk
 from agentcache.request import Messages, RequestOptions
 from agentcache.store.tiers import KVStore, Manifest, Refused, VersionInfo
 
-__all__ = ["Session", "StoredEpisode"]
+__all__ = ["Session", "StoredEpisode", "Underway"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,17 @@ class StoredEpisode(NamedTuple):
 
     newest: Manifest
     began_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Underway:
+    """A request whose prompt is no version yet.
+
+    Attributes:
+        dropped: Whether its episode was dropped meanwhile.
+    """
+
+    dropped: bool = False
 
 
 class Session:
@@ -72,6 +84,7 @@ class Session:
         self.guard = QualityGuard(config.guard)
         self.shadows = Shadows(self)
         self.chunks = Chunks(self)
+        self._underway: dict[str, list[Underway]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenizer: Any = None
         self._renderer: Renderer | None = None
@@ -139,6 +152,30 @@ class Session:
                 logger.warning("the hint for version %s did not reach the engine: %s", version, error)
 
         asyncio.run_coroutine_threadsafe(call(), loop)
+
+    @contextlib.contextmanager
+    def underway(self, episode: str) -> Iterator[Underway]:
+        """Yields what hears of a drop of the episode until the block ends, by `forget`."""
+        request = Underway()
+        requests = self._underway.setdefault(episode, [])
+        requests.append(request)
+        try:
+            yield request
+        finally:
+            requests.remove(request)
+            if not requests and self._underway.get(episode) is requests:
+                del self._underway[episode]
+
+    def forget(self, episode: str) -> tuple[str, ...]:
+        """Removes an episode, unless in the engine and the store; returns its versions that no fork needs."""
+        for request in self._underway.get(episode, ()):
+            request.dropped = True
+        self.guard.forget(episode)
+        gone = self.tracker.drop(episode)
+        for version in gone:
+            self.reports.pop(version, None)
+            self.without_kv.discard(version)
+        return gone
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts work on the running event loop that nobody waits for."""

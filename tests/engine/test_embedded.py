@@ -347,6 +347,21 @@ async def test_a_reply_to_an_episode_that_was_dropped_meanwhile_is_not_kept(cach
         assert asyncio.get_running_loop().time() < deadline, await held(cache)
 
 
+async def test_an_episode_that_is_dropped_while_its_next_prompt_is_rendered_stays_gone(cache: AsyncAgentCache) -> None:
+    before = await held(cache)
+    episode = cache.episode("rendering")
+    await episode.generate(chat("19 grams"), max_tokens=2)
+    late = asyncio.create_task(episode.generate(chat("20 grams"), max_tokens=2))
+    await asyncio.sleep(0)  # up to the thread that renders
+    await episode.drop()
+    reply = await late
+    assert len(reply.token_ids) == 2 and reply.version is None and reply.recovery is None
+    assert episode.history() == [] and await held(cache) == before
+    again = await episode.generate(chat("21 grams"), max_tokens=2)
+    assert [record.version for record in episode.history()] == [again.version]
+    await episode.drop()
+
+
 @pytest.mark.parametrize("episode_id", ["", "x" * 257])
 async def test_an_episodes_id_has_a_length(cache: AsyncAgentCache, episode_id: str) -> None:
     with pytest.raises(ConfigError, match="1 to 256 characters"):
