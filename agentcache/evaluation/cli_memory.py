@@ -120,7 +120,7 @@ def _profile(settings: MemoryRun, model: str, data: Sequence[DataUse]) -> Profil
     requests = [arm.request(1, 1) for arm in settings.arms]
     if profile is None or all(profile.options_for(name, options) == options for name, options in requests):
         return None
-    check_disjoint(profile, data, [name for name, _ in requests])
+    check_disjoint(profile, data, requests)
     return profile
 
 

@@ -13,6 +13,7 @@ from agentcache.errors import ConfigError
 from agentcache.evaluation.paired_transplant import Transplanted
 from agentcache.profiling.derived import DerivedItem
 from agentcache.recovery import get_policy
+from agentcache.recovery.frontier import Frontier
 from agentcache.recovery.spec import format_policy, parse_policy
 
 __all__ = [
@@ -97,7 +98,12 @@ BUDGETS: Final[dict[str, Budget]] = {
     "random": lambda k, _: {"k": k, "block": 1},
     "attended": lambda k, _: {"k": k, "window": 0},
     "patchkv": _patchkv,
-    "frontier": lambda k, _: {"first": min(16, k), "most_tokens": k, "max_tokens": k},
+    "frontier": lambda k, _: {
+        "first": min(16, k),
+        "threshold": Frontier.threshold,
+        "most_tokens": k,
+        "max_tokens": k,
+    },
     "edit_to_carrier": lambda k, _: {"k": k, "window": 0, "max_tokens": k},
     "attention_blocks": lambda k, _: {"k": k, "window": 0},
     "epic": lambda k, at: {"k": k // len(at.item.edits)},
@@ -113,7 +119,7 @@ NOTES: Final = {
     "cacheblend": "share = K/|S|",
     "mean_shift": "share = K/2|S|: K/2 probes of keys and as many of values; all other rows are shifted",
     "patchkv": "half a dirty window, half blocks of 8 by stored attention, max_tokens = K",
-    "frontier": "a window that begins with 16 tokens and stops at K",
+    "frontier": "a window that begins with 16 tokens and stops at K; its default threshold, not a profile's",
     "edit_to_carrier": "max_tokens = K",
     "auto": "attended at K, or exact prefix caching",
     "attended, attention_blocks": "k = K, no window beside it",

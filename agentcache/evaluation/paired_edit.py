@@ -16,7 +16,7 @@ from rich.console import Console
 from agentcache.cache import AgentCache
 from agentcache.evaluation.app import work_path
 from agentcache.evaluation.items import Row, item_key, rotated, run_items
-from agentcache.evaluation.paired_arms import BASELINE, NOTES, Arm, arms_of
+from agentcache.evaluation.paired_arms import BASELINE, NOTES, Arm, Situation, arms_of, options_of
 from agentcache.evaluation.paired_bench import PairedBench
 from agentcache.evaluation.paired_items import Cell, background, cells_of, draw
 from agentcache.evaluation.paired_report import cells_from, report
@@ -142,8 +142,13 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
     folder, model = fingerprint(settings.model)
     profile = profile_for(str(folder), settings.profile)
     use = DataUse(dataset.name, dataset.hash, len(documents), "background texts")
+    encode, frame = _tokenizer(folder)
+    make = functools.partial(
+        draw, encode=encode, documents=documents, frame=frame, seed=settings.seed, reply=settings.reply
+    )
     if not settings.overlap:
-        check_disjoint(profile, [use], [arm.policy for arm in arms])
+        some = Situation(make(cells[0], count=1)[0], 1, [0])  # a budget gives the same options at every item
+        check_disjoint(profile, [use], [options_of(arm, some) for arm in arms])
     common = {
         "schema": SCHEMA,
         "model": model.hash,
@@ -153,15 +158,13 @@ def run(settings: PairedRun, console: Console) -> dict[str, Any]:
         "profile": None if profile is None else xxhash.xxh3_128_hexdigest(profile.to_json().encode()),
     }
     measured = _Measured(WorkFile(work_path(settings.out)), common)
-    encode, frame = _tokenizer(folder)
     with ExitStack() as stack:
         longest = max(cell.tokens for cell in cells) + _ROOM
         bench = functools.cache(
             lambda: PairedBench(stack.enter_context(_engine(settings, str(folder), model, longest)))
         )
         for cell in cells:
-            items = draw(cell, encode, documents, frame, count=settings.draws, seed=settings.seed, reply=settings.reply)
-            _measure(cell, items, arms, measured, bench, settings, console)
+            _measure(cell, make(cell, count=settings.draws), arms, measured, bench, settings, console)
     rows = measured.rows()
     found = cells_from(rows, model.name)
     dtypes = sorted({row["row"]["dtype"] for row in rows if row["arm"] is None})

@@ -14,7 +14,6 @@ from agentcache.environment import hardware, versions
 from agentcache.errors import ConfigError
 from agentcache.profiling.model import ModelFingerprint, model_fingerprint
 from agentcache.profiling.profile import Profile
-from agentcache.recovery.spec import parse_policy
 from agentcache.weights import BUILTIN_MODELS, resolve_model
 
 __all__ = ["DataUse", "calibration", "check_disjoint", "fingerprint", "provenance", "spoken_command"]
@@ -73,20 +72,29 @@ def calibration(profile: Profile | None, data: Iterable[DataUse]) -> dict[str, A
     }
 
 
-def check_disjoint(profile: Profile | None, data: Iterable[DataUse], policies: Iterable[str]) -> None:
-    """Refuses to report on data that a profile was fitted to where one of the policies takes settings from it.
+def check_disjoint(
+    profile: Profile | None, data: Iterable[DataUse], requests: Iterable[tuple[str, Mapping[str, Any]]]
+) -> None:
+    """Refuses to report on data that a profile was fitted to where a policy takes settings from it.
+
+    Args:
+        profile: The model's.
+        data: Of the result.
+        requests: Policies, each with the options that it is given.
 
     Raises:
         ConfigError: They share a file.
     """
-    asked = [parse_policy(policy) for policy in policies]
-    if profile is None or all(profile.options_for(name, given) == given for name, given in asked):
+    if profile is None:
+        return
+    fitted = [name for name, given in requests if profile.options_for(name, given) != given]
+    if not fitted:
         return
     shared = calibration(profile, data)["shared_files"]
     if shared:
         raise ConfigError(
-            f"the profile of {profile.model.name} was fitted to data that is measured on ({', '.join(shared)}), and a policy takes "
-            "its settings from it; give other --data, or policies that need no profile"
+            f"the profile of {profile.model.name} was fitted to data that is measured on ({', '.join(shared)}), and "
+            f"{', '.join(dict.fromkeys(fitted))} would take settings from it; give other --data, or all of a policy's options"
         )
 
 

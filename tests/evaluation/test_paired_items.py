@@ -23,6 +23,7 @@ from agentcache.evaluation.paired_items import HARD, Cell, background, cells_of,
 from agentcache.evaluation.paired_transplant import Transplanted
 from agentcache.profiling.datasets import load_dataset
 from agentcache.profiling.derived import ChatFrame, DerivedItem
+from agentcache.profiling.lookup import shipped_profiles
 from agentcache.recovery import Bounded, OnlinePolicy, PolicyContext, Signal, check_policy, get_policy
 from agentcache.recovery.base import Signals
 from agentcache.recovery.rows import QUERY_ROWS
@@ -216,3 +217,11 @@ def test_what_is_not_chosen_once_cannot_be_transplanted(of: str) -> None:
 )
 def test_the_transplant_keeps_the_contract_of_policies(of: str) -> None:
     check_policy(Transplanted(of=of))
+
+
+@pytest.mark.parametrize("policy", BUDGETS)
+def test_a_budget_leaves_no_setting_to_a_profile(policy: str) -> None:
+    words = Words()
+    item = drawn(Cell("direct", "direct", 0, 200), words)[0]
+    name, options = options_of(Arm(policy, 16), situation(words, item))
+    assert next(shipped_profiles()).options_for(name, options) == options

@@ -93,11 +93,11 @@ def test_a_policy_with_settings_of_a_profile_is_not_reported_on_the_data_they_we
     profile = next(shipped_profiles())
     own, other = DataUse("a", profile.data[0].hash, 3), DataUse("b", "00", 3)
     with pytest.raises(ConfigError, match=f"was fitted to data that is measured on \\({own.hash}\\)"):
-        check_disjoint(profile, [other, own], ["edit_local", "patchkv:kappa=0"])
-    check_disjoint(profile, [other], ["patchkv"])
-    check_disjoint(profile, [own], ["edit_local", "cacheblend:share=0.1"])  # they take nothing from it
-    check_disjoint(profile, [own], ["patchkv:window=8:kappa=0:block=8"])  # all is given
-    check_disjoint(None, [own], ["patchkv"])
+        check_disjoint(profile, [other, own], [("edit_local", {}), ("patchkv", {"kappa": 0})])
+    check_disjoint(profile, [other], [("patchkv", {})])
+    check_disjoint(profile, [own], [("edit_local", {}), ("cacheblend", {"share": 0.1})])  # they take nothing from it
+    check_disjoint(profile, [own], [("patchkv", {"window": 8, "kappa": 0, "block": 8})])  # all is given
+    check_disjoint(None, [own], [("patchkv", {})])
 
 
 def test_a_plot_is_saved_in_two_formats(tmp_path: Path) -> None:
