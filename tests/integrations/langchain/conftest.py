@@ -1,4 +1,4 @@
-"""The engine that the chat model's tests run on, and what SmolLM2 cannot do."""
+"""What SmolLM2 cannot do, and the engine of a model that can."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from agentcache import AgentCache
-from tests.ending import ends_with
 from tests.integrations.langchain.suite import TOOL_MODEL, TOOL_MODEL_VARIABLE
 
 SETTINGS = {
@@ -33,13 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = sorted((items[at] for at in here), key=lambda item: item.path.name != "test_tool_model.py")
     for at, item in zip(here, mine, strict=True):
         items[at] = item
-
-
-@pytest.fixture(scope="package")
-def cache(smollm2_path: Path, request: pytest.FixtureRequest) -> Iterator[AgentCache]:
-    with AgentCache(smollm2_path, **SETTINGS) as cache:
-        ends_with(request, Path(__file__).parent, cache.close)
-        yield cache
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def thread(name: str, **metadata: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(cache: AgentCache) -> ChatAgentCache:
-    return ChatAgentCache(cache=cache, max_tokens=6, timeout=300)
+    return ChatAgentCache(cache=cache, policy="edit_local", max_tokens=6, timeout=300)
 
 
 def report(message: BaseMessage) -> dict[str, Any]:
@@ -174,7 +174,7 @@ async def test_a_stream_is_the_reply_in_parts(model: ChatAgentCache) -> None:
 
 
 def test_streaming_changes_no_reply(cache: AgentCache, model: ChatAgentCache) -> None:
-    streaming = ChatAgentCache(cache=cache, max_tokens=6, streaming=True)
+    streaming = ChatAgentCache(cache=cache, policy="edit_local", max_tokens=6, streaming=True)
     assert streaming.invoke("Name three colours.").content == model.invoke("Name three colours.").content
 
 
@@ -458,9 +458,9 @@ def test_tokens_are_counted_as_the_engine_counts_them(model: ChatAgentCache) -> 
 
 def test_the_profile_leaves_room_for_the_reply(cache: AgentCache, model: ChatAgentCache) -> None:
     assert model.profile is not None
-    assert model.profile["max_input_tokens"] + model.profile["max_output_tokens"] == 2048
+    assert model.profile["max_input_tokens"] + model.profile["max_output_tokens"] == 8192
     assert model.profile["tool_calling"] and not model.profile["image_inputs"]
-    assert ChatAgentCache(cache=cache).profile["max_input_tokens"] == 1536  # type: ignore[index]
+    assert ChatAgentCache(cache=cache).profile["max_input_tokens"] == 7680  # type: ignore[index]
     assert ChatAgentCache(cache=cache, profile={"max_input_tokens": 9}).profile == {"max_input_tokens": 9}
 
 

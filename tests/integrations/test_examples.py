@@ -1,4 +1,4 @@
-"""Each example runs, on a setting that takes half a minute, and prints its table; the quickstart's is in test_readme."""
+"""Each example runs on a short setting and prints its table, on an engine that runs; the quickstart's is in test_readme."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from agentcache import AgentCache
 from agentcache.integrations.langchain import ChatAgentCache
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SHORT = {
     "compare_policies": ("--documents", "2", "--policies", "prefix_cache,edit_local,attended"),
@@ -39,51 +40,55 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "quickstart"}
 
 
-ALONE = ("long_pause",)
-"""Short runs in processes of their own; the others' share an engine, which takes longer to start than they run."""
+def command(name: str, *options: str) -> list[str]:
+    return [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
 
 
-@pytest.fixture(scope="module")
-def engine(smollm2_path: Path) -> Iterator[AgentCache]:
-    with AgentCache(smollm2_path, max_model_len=8192, connector={"attention": True}) as cache:
-        yield cache
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("name", ALONE)
-@pytest.mark.usefixtures("smollm2_path")
-def test_an_example_of_several_processes_shows_what_its_resumes_saved(name: str, tmp_path: Path) -> None:
-    check(name, SHORT[name], tmp_path)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("name", sorted({*SHORT} - {*ALONE}))
-def test_an_example_shows_what_its_resumes_saved(
-    name: str, engine: AgentCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = EXAMPLES / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+def imported(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    began = []
+    return example
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", sorted({*SHORT} - {"long_pause"}))
+def test_an_example_shows_what_its_resumes_saved(
+    name: str, cache: AgentCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example, began = imported(name), []
 
     def lend(*_: object, **settings: object) -> object:
         began.append(settings)
-        return nullcontext(engine)
+        return nullcontext(cache)
 
     def chat(*, model: str, max_tokens: int, max_model_len: int) -> ChatAgentCache:
         began.append({"model": model, "max_model_len": max_model_len})
-        return ChatAgentCache(cache=engine, max_tokens=max_tokens)
+        return ChatAgentCache(cache=cache, max_tokens=max_tokens)
 
     if hasattr(example, "AgentCache"):
         monkeypatch.setattr(example, "AgentCache", lend)
     else:
         monkeypatch.setattr(example, "ChatAgentCache", chat)
-    monkeypatch.setattr(sys, "argv", [str(path), *SHORT[name]])
+    monkeypatch.setattr(sys, "argv", command(name, *SHORT[name])[1:])
     example.main()
     shown = capsys.readouterr().out
     assert len(began) == 1 and re.search(SHOWN[name], shown), shown
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("smollm2_path")
+def test_a_long_pause_in_another_process_ends_in_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (*SHORT["long_pause"], "--folder", str(tmp_path), "--step")
+    begun = run(command("long_pause", *options, "begin"), tmp_path)
+    assert "waits for a human: correct the record" in begun, begun
+    monkeypatch.setattr(sys, "argv", command("long_pause", *options, "end")[1:])
+    imported("long_pause").main()
+    shown = capsys.readouterr().out
+    assert re.search(SHOWN["long_pause"], shown), shown
 
 
 @pytest.mark.engine
@@ -91,12 +96,13 @@ def test_an_example_shows_what_its_resumes_saved(
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.usefixtures("smollm2_path")
 def test_an_example_runs_as_a_reader_runs_it(name: str, tmp_path: Path) -> None:
-    check(name, (), tmp_path)
+    shown = run(command(name), tmp_path)
+    assert re.search(SHOWN[name], shown), shown
 
 
-def check(name: str, options: Sequence[str], folder: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, cwd=folder)
+def run(words: Sequence[str], folder: Path) -> str:
+    """Returns what a command prints."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=540, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(SHOWN[name], done.stdout), done.stdout
     assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
