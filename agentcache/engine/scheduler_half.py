@@ -1,7 +1,7 @@
-"""The connector's scheduler half: plans each resume, names approximate blocks, and owns the checkpoint index.
+"""The connector's scheduler half: the life of each request, the orders of each step, and the checkpoint index.
 
 ```
-on_new_request          parse -> refuse or plan -> salt the block hashes, pin the parent and the sources
+on_new_request          parse -> refuse or plan (`resumes`)
 matched_tokens          how many rows we provide beyond vLLM's own hit; None while what they come from is still being saved
 after_alloc             blocks are known: build the load order (again after a preemption)
 orders                  hand the step's orders to the workers
@@ -12,33 +12,26 @@ request_finished        register the version and order its save
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence, Set
-from functools import cache
 from typing import Any
 
 from agentcache.config import ConnectorConfig
-from agentcache.engine.commits import lineage_salts, salt_request, version_salt
 from agentcache.engine.costs import CostModel, Limits
 from agentcache.engine.durable import DurableTier
 from agentcache.engine.loads import online_order, plan_load
 from agentcache.engine.orders import LoadOrder, StepOrders, StepReport
-from agentcache.engine.planning import Estimator, plan_request, refusal
+from agentcache.engine.planning import refusal
+from agentcache.engine.resumes import Resumes
 from agentcache.engine.saves import Saves
-from agentcache.engine.sources import complaint, draw_on, find_versions
 from agentcache.engine.state import RequestState
 from agentcache.engine.step_clock import StepClock
-from agentcache.engine.wire import KEY, Recovery, ResumeParams, parse_params
-from agentcache.labels import NOTHING, format_labels, label_plan, overlay
-from agentcache.recovery.base import RecoveryPlan
-from agentcache.store.compose import Composition
-from agentcache.store.index import CheckpointIndex, Version
+from agentcache.engine.wire import KEY, Recovery, parse_params
+from agentcache.labels import NOTHING, format_labels, overlay
+from agentcache.store.index import CheckpointIndex
 from agentcache.types import clip_runs, run_tokens
 
 __all__ = ["SchedulerHalf"]
-
-logger = logging.getLogger(__name__)
 
 
 class SchedulerHalf:
@@ -67,7 +60,6 @@ class SchedulerHalf:
     ) -> None:
         self.config = config
         self.block_size = block_size
-        self.local_hit = local_hit
         self.step_tokens = config.recompute_tokens_per_step or max_step_tokens
         self.costs = CostModel(Limits(max_step_tokens, self.step_tokens, max_runs))
         self.clock = StepClock(self.costs)
@@ -75,9 +67,8 @@ class SchedulerHalf:
         self.tier = open_tier(self.index) if open_tier is not None else None
         self.saves = Saves(config, self.index, self.tier, block_size)
         self._requests: dict[str, RequestState] = {}
-        self._seeking: dict[str, Any] = {}  # requests whose parent or sources are sought below memory
+        self._resumes = Resumes(self.index, self.tier, self.costs, local_hit, block_size)
         self._running: set[tuple[str, str]] = set()
-        self._fetching: list[tuple[Version, float]] = []  # versions on their way up, and since when they are sought
         self._allocated: list[Any] = []
         self._promised = 0  # tokens that loads of the step being scheduled compute
         self._orders = StepOrders()
@@ -112,95 +103,7 @@ class SchedulerHalf:
         state.owns_key = True
         state.save = params.save
         if params.names:
-            self._plan(request, state, params)
-
-    def _plan(self, request: Any, state: RequestState, params: ResumeParams) -> None:
-        seek = None if self.tier is None else self.tier.seek
-        found = find_versions(params, self.index.lookup, self._running, seek, state.searches)
-        if state.searches and state.sought_at is None:
-            state.sought_at = time.perf_counter()
-        if found is None:
-            self._seeking[request.request_id] = request
-            return
-        if any(search.version is not None for search in state.searches.values()):
-            state.recovery.tier = "store"
-        state.missed = complaint(params, found)
-        state.recovery.lost_sources = [name for name in dict.fromkeys(params.sources) if isinstance(found[name], str)]
-        state.say(None)
-        started = time.perf_counter()
-        composition = draw_on(request.prompt_token_ids, params, found)
-        if composition is None:
-            return
-        base = composition.base
-        exact_end = self._exact_end(request, base)
-        estimate = self._estimator(request, composition)
-        planned = plan_request(request.prompt_token_ids, composition, params, exact_end, estimate)
-        plan, prefix = planned.plan, planned.prefix
-        state.exact_end = min(exact_end, prefix)
-        state.recovery.plan_ms = (time.perf_counter() - started) * 1e3
-        state.recovery.estimate = planned.estimate
-        state.say(planned.reason)
-        if plan is None:
-            return
-        state.online = planned if planned.policy is not None else None
-        state.plan, state.first_approximate = plan, plan.first_approximate
-        state.composition = composition.used_by(plan.restore)
-        for version in state.composition.versions:
-            self.index.pin(version)
-            self.index.touch(version)
-        reused = plan.reused_tokens > 0
-        state.salts = lineage_salts(
-            base.salts,
-            prefix=prefix,
-            restored_after_prefix=reused,
-            first_approximate=plan.first_approximate,
-            block_size=self.block_size,
-            own=version_salt(params.namespace, params.version, plan.digest, params.salt),
-        )
-        salt_request(request, state.salts)
-        state.note_plan(plan)
-        assert planned.context is not None
-        state.recovery.rows = label_plan(plan, planned.context.diff)
-
-    def _estimator(self, request: Any, composition: Composition) -> Estimator | None:
-        """Returns how long a request's first token takes by a plan, or None while nothing is known of this engine."""
-        if not self.costs.ready:
-            return None
-        new_len, local = request.num_prompt_tokens, cache(lambda: self.local_hit(request))
-        fetched = sum(len(version.token_ids) for version, _ in self._fetching if version in composition.versions)
-
-        def estimate(plan: RecoveryPlan | None, online: int) -> float:
-            if plan is None:
-                return self.costs.estimate_exact(new_len, local())
-            return self.costs.estimate_recovery(plan, new_len=new_len, local=local(), fetch_rows=fetched, online=online)
-
-        return estimate
-
-    def _end_seeks(self) -> None:
-        """Plans the requests whose parents and sources are known now; their blocks are not hashed for a step before that."""
-        for request_id, request in list(self._seeking.items()):
-            state = self._requests[request_id]
-            assert state.params is not None and state.sought_at is not None
-            if all(search.done for search in state.searches.values()):
-                del self._seeking[request_id]
-                known = {version for version, _ in self._fetching}
-                coming = (search.version for search in state.searches.values() if search.version not in known)
-                self._fetching += ((v, state.sought_at) for v in coming if v is not None and v.state == "saving")
-                self._plan(request, state, state.params)
-
-    def _end_fetches(self) -> None:
-        """Learns from the versions that have come up how fast the tier is."""
-        for version, since in self._fetching:
-            if version.state == "committed":
-                self.costs.observe_fetch(len(version.token_ids), time.perf_counter() - since)
-        self._fetching = [(version, since) for version, since in self._fetching if version.state == "saving"]
-
-    def _exact_end(self, request: Any, parent: Version) -> int:
-        """Returns how many of the parent's leading rows can be had exactly: stored so, or still in vLLM's own cache."""
-        stored = self.index.trusted_end(parent)
-        if stored == parent.exact_end:
-            return stored
-        return max(stored, min(self.local_hit(request), parent.exact_end))
+            self._resumes.plan(request, state, params, self._running)
 
     # -- a request is scheduled ----------------------------------------------------------------------------------------
 
@@ -210,7 +113,7 @@ class SchedulerHalf:
         if state is None:
             return 0, False
         state.matched = local
-        if request.request_id in self._seeking:
+        if self._resumes.seeks(request.request_id):
             return None, False
         if state.plan is None:
             return 0, False
@@ -292,8 +195,7 @@ class SchedulerHalf:
         tier = None
         if self.tier is not None:
             self.tier.poll(idle=not scheduled_tokens and not orders.loads and not self.saves.open)
-            self._end_fetches()
-            self._end_seeks()
+            self._resumes.poll(self._running)
             self.tier.take_orders(orders)
             tier = self.tier.take_stats()
         orders.drop.extend(self.index.take_dropped())
@@ -406,7 +308,7 @@ class SchedulerHalf:
         if state is None:
             return False, None
         params, recovery = state.params, state.recovery
-        self._seeking.pop(request.request_id, None)
+        self._resumes.forget(request.request_id)
         if state.owns_key:
             self._running.discard(state.key)
         if state.loading:

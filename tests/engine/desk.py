@@ -137,6 +137,6 @@ class Desk:
 
     def check(self) -> None:
         """Asserts that an idle half holds nothing that it should not."""
-        assert not (self.half._requests or self.half._running or self.half.saves.open or self.half._seeking)
+        assert not (self.half._requests or self.half._running or self.half.saves.open or self.half._resumes._seeking)
         self.half.index.check_integrity()
         assert self.half.index.stats()["pinned_bytes"] == 0
