@@ -6,7 +6,6 @@ follow orders: gather the `NewObject`s of a save, read the `LoadExtent`s of a lo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from secrets import token_hex
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from agentcache.store.eviction import EvictionOrder
 from agentcache.store.extents import (
     OBJECT_TOKENS,
     Extent,
@@ -31,8 +31,6 @@ from agentcache.store.version import Adopted, BlockObject, IndexStats, Refusal, 
 from agentcache.types import AlignedRun, complement, run_tokens
 
 __all__ = ["Adopted", "CheckpointIndex", "Refusal", "SavePlan", "Version"]
-
-_MOST_EXPECTED = 1024  # groups: what was announced before them counts as any other
 
 
 class CheckpointIndex:
@@ -58,8 +56,7 @@ class CheckpointIndex:
         self.bytes_per_token = bytes_per_token
         self.budget_bytes = budget_bytes
         self._versions: dict[tuple[str, str], Version] = {}
-        self._groups: OrderedDict[tuple[str, str], dict[Version, None]] = OrderedDict()  # least recently used first
-        self._expected: OrderedDict[tuple[str, str], None] = OrderedDict()  # groups that will be resumed soon
+        self._order = EvictionOrder()
         self._doomed: set[Version] = set()  # dropped, but still pinned
         self._objects: dict[int, BlockObject] = {}
         self._keys: dict[str, int] = {}
@@ -134,8 +131,7 @@ class CheckpointIndex:
                 self.unpin(shared)
             return self._refuse(reason)
 
-        if (namespace, group) in self._groups:
-            self._groups.move_to_end((namespace, group))
+        self._order.use(namespace, group)
         evicted = self._make_room(needed)
         new = tuple(NewObject(next(self._ids), start, stop) for start, stop in gathered)
         for object_id, start, stop in new:
@@ -304,18 +300,12 @@ class CheckpointIndex:
     def touch(self, version: Version) -> None:
         """Marks a version's group as the most recently used; a resume that was expected has come."""
         assert version.state != "dropped", f"{version.key} was dropped"
-        group = (version.namespace, version.group)
-        self._groups.move_to_end(group)
-        self._expected.pop(group, None)
+        self._order.resume(version.namespace, version.group)
 
     def expect(self, version: Version) -> None:
         """Notes that a version's group will be resumed soon: it is evicted after all that are not expected."""
         assert version.state != "dropped", f"{version.key} was dropped"
-        group = (version.namespace, version.group)
-        self._expected[group] = None
-        self._expected.move_to_end(group)
-        if len(self._expected) > _MOST_EXPECTED:
-            self._expected.popitem(last=False)
+        self._order.expect(version.namespace, version.group)
 
     # -- dropping ------------------------------------------------------------------------------------------------------
 
@@ -325,11 +315,7 @@ class CheckpointIndex:
             return
         version.state = "dropped"
         del self._versions[version.key]
-        group = self._groups[version.namespace, version.group]
-        del group[version]
-        if not group:
-            del self._groups[version.namespace, version.group]
-            self._expected.pop((version.namespace, version.group), None)
+        self._order.remove(version)
         if version.pins:
             self._doomed.add(version)
         else:
@@ -337,7 +323,7 @@ class CheckpointIndex:
 
     def drop_group(self, namespace: str, group: str) -> None:
         """Drops all versions of a group."""
-        for version in [*self._groups.get((namespace, group), ())]:
+        for version in self._order.of_group(namespace, group):
             self.drop_version(version)
 
     def clear(self) -> None:
@@ -374,7 +360,7 @@ class CheckpointIndex:
         """Returns the counters."""
         return {
             "versions": len(self._versions),
-            "groups": len(self._groups),
+            "groups": len(self._order),
             "objects": len(self._objects),
             "bytes": self._payload_bytes,
             "token_bytes": self._token_bytes,
@@ -411,7 +397,7 @@ class CheckpointIndex:
     def _register(self, version: Version) -> None:
         """Makes a version findable and pins it; its objects are here."""
         self._versions[version.key] = version
-        self._groups.setdefault((version.namespace, version.group), {})[version] = None
+        self._order.add(version)
         for block in self.objects_of(version):
             block.users.add(version)
         self._token_bytes += version.token_ids.nbytes
@@ -425,16 +411,7 @@ class CheckpointIndex:
         """Evicts until `needed` bytes fit, which the caller has made sure is possible; returns the freed objects."""
         before = len(self._dropped)
         while self._payload_bytes + self._token_bytes + needed > self.budget_bytes:
-            # Passes over pinned versions and expected groups only, and those are few.
-            free = (version for group in self._groups.values() for version in group if not version.pins)
-            rest = (
-                version
-                for name, group in self._groups.items()
-                if name not in self._expected
-                for version in group
-                if not version.pins
-            )
-            self.drop_version(next(rest, None) or next(free))
+            self.drop_version(self._order.next())
             self._evictions += 1
         return tuple(self._dropped[before:])
 

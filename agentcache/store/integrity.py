@@ -45,9 +45,8 @@ def check_index(index: CheckpointIndex) -> None:
     assert index._payload_bytes == row_bytes(index._objects.values())
     assert index._pinned_bytes == pinned + row_bytes(block for block in index._objects.values() if block.pinned)
     assert index._payload_bytes + index._token_bytes <= index.budget_bytes, "over budget"
-    grouped = [version for group in index._groups.values() for version in group]
-    assert all(index._groups.values()), "an empty group"
-    assert index._expected.keys() <= index._groups.keys(), "a group that is gone is expected"
+    grouped = [version for group in index._order.groups() for version in group]
+    index._order.check()
     assert len(grouped) == len(index._versions), "wrong groups"
     assert all(index._versions[version.key] is version for version in grouped), "wrong groups"
     assert all(version.state != "dropped" for version in grouped), "a dropped version can be found"

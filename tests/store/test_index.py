@@ -70,7 +70,7 @@ def refused(at: CheckpointIndex, name: str, tokens: Sequence[int], **given: obje
 
 def state(at: CheckpointIndex) -> object:
     """Returns everything that a refusal must not change: versions, order of eviction, counters."""
-    order = [[(v.key, v.extents, v.state, v.pins) for v in group] for group in at._groups.values()]
+    order = [[(v.key, v.extents, v.state, v.pins) for v in group] for group in at._order.groups()]
     return order, {k: v for k, v in at.stats().items() if k != "refusals"}
 
 
