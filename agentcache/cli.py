@@ -85,7 +85,7 @@ def _options(
 @app.command()
 def demo(
     model: ModelOption = "smollm2",
-    policy: Annotated[str, typer.Option(help="The recovery policy that resumes each edit.")] = "edit_local",
+    policy: Annotated[str, typer.Option(help="The recovery policy that resumes each edit.")] = "attended",
     json_path: JsonOption = None,
 ) -> None:
     """Run a real episode whose prompt is edited in the middle; compare each resume with plain prefix caching."""

@@ -203,7 +203,7 @@ class _Demo:
             self.episode.generate(ids[:shared], max_tokens=1, policy="prefix_cache", parent=self.parent, save=False)
 
 
-def run_demo(model: str, json_path: Path | None, console: Console, policy: str = "edit_local") -> dict[str, Any]:
+def run_demo(model: str, json_path: Path | None, console: Console, policy: str = "attended") -> dict[str, Any]:
     """Runs the episode, prints its table, writes JSON when a path is given; returns what the JSON holds."""
     turns = script(load_hotpot_sample())
     console.print(f"[bold]agentcache demo[/]: {model} in an embedded vLLM, policy {policy}, {len(turns)} turns\n")
