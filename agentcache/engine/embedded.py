@@ -22,7 +22,8 @@ from agentcache.engine.upkeep import FLUSH_S, flush
 from agentcache.episodes import Rendered
 from agentcache.episodes.messages import Tool
 from agentcache.errors import AgentCacheError, UnknownVersionError, UnsupportedModelError
-from agentcache.events import EventKind, JsonlEventLog, Subscriber
+from agentcache.event_log import JsonlEventLog
+from agentcache.events import EventKind, Subscriber
 from agentcache.guard import QualityGuard
 from agentcache.recovery import get_policy
 from agentcache.reply import Reply, StreamChunk

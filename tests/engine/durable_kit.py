@@ -86,7 +86,7 @@ def assert_idle(engine: Engine) -> None:
     tier, worker = engine.half.tier, engine.worker.tier
     assert tier is not None
     assert worker is not None
-    assert not (tier.open_saves or tier._seeks or tier._stagings or tier._demotions)
+    assert not (tier.open_saves or tier._seeks or tier._stagings)
     assert not (worker.pending or worker._staged or worker._demoted)
     for store in stores(engine):
         for stats in store.stats():

@@ -79,7 +79,7 @@ def test_a_version_whose_answer_was_lost_is_known_below_later(desk, store, monke
         desk.serve(text(60, seed=4), {"version": name})
         desk.drain()
     assert_stored(store, "v1", "v2", "v3", "other", "last")
-    assert not desk.half.tier._owed
+    assert not desk.half.tier._demotions.owed
     assert all(block.parts for block in desk.half.index._objects.values())
 
 
@@ -146,4 +146,4 @@ def test_a_version_that_no_manifest_can_describe_stays_in_memory(desk, store):
     desk.drain()
     assert isinstance(store.find("default", "v2"), Miss)
     assert desk.half.index.lookup("default", "v2").state == "committed"
-    assert not desk.half.tier._owed
+    assert not desk.half.tier._demotions.owed

@@ -205,7 +205,7 @@ def test_requests_decode_on_while_a_server_hangs(engine, reference, server, monk
         try:
             other = engine.add(text(40, seed=50), n=500)
             child = engine.add(NEW, ResumeParams(version="w1") if hangs == "put" else lossy("v2", save=False))
-            while not (child.done if hangs != "put" else engine.half.tier._owed):
+            while not (child.done if hangs != "put" else engine.half.tier._demotions.owed):
                 if other.done:
                     other = engine.add(text(40, seed=50), n=500)
                 had = len(other.tokens)
