@@ -29,7 +29,8 @@ from agentcache import (
     RequestTimeout,
 )
 from agentcache.engine import embedded
-from agentcache.events import ReplyEnded, read_events
+from agentcache.event_log import read_events
+from agentcache.events import ReplyEnded
 
 pytestmark = pytest.mark.engine
 

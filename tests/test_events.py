@@ -8,16 +8,15 @@ import threading
 import pytest
 
 from agentcache.errors import ConfigError
+from agentcache.event_log import JsonlEventLog, read_events
 from agentcache.events import (
     EventBus,
-    JsonlEventLog,
     KVPaused,
     KVResumed,
     PolicyFellBack,
     PromptRevised,
     QualityChecked,
     ReplyEnded,
-    read_events,
 )
 from agentcache.types import AlignedRun, RevisionKind
 

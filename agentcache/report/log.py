@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from agentcache.engine.wire import Recovery
+from agentcache.event_log import read_events
 from agentcache.events import (
     Event,
     KVPaused,
@@ -15,7 +16,6 @@ from agentcache.events import (
     PromptRevised,
     QualityChecked,
     ReplyEnded,
-    read_events,
 )
 
 __all__ = ["Entry", "Pause", "entries_of", "read_log"]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import ConfigError
-from agentcache.events import JsonlEventLog, KVPaused, KVResumed, PolicyFellBack, ReplyEnded
+from agentcache.event_log import JsonlEventLog
+from agentcache.events import KVPaused, KVResumed, PolicyFellBack, ReplyEnded
 from agentcache.report.log import Pause, entries_of, read_log
 from agentcache.types import RevisionKind
 from tests.report.logs import EDIT, FIRST, T0, ended, events, revised

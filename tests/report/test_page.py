@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from agentcache.events import JsonlEventLog
+from agentcache.event_log import JsonlEventLog
 from agentcache.report import build_report, render_page
 from agentcache.report.cli import report as command
 from agentcache.report.log import entries_of
