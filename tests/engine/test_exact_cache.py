@@ -77,7 +77,7 @@ def test_salting_the_hashes_that_exist_would_miss_that_tail(engine, reference, m
         salt_request(request, salts)
         request._block_hasher = hasher
 
-    monkeypatch.setattr("agentcache.engine.scheduler_half.salt_request", salted_once)
+    monkeypatch.setattr("agentcache.engine.resumes.salt_request", salted_once)
     plain = _filled_tail(engine)
     assert plain.cached > 288
     assert differs(reference, plain)

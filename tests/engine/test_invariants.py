@@ -237,7 +237,7 @@ def test_random_interleavings_leave_plain_and_exact_requests_exact(start_engine,
 def test_without_salted_hashes_the_same_traffic_does_harm(start_engine, tiny, reference, monkeypatch):
     """The test above can fail."""
     engine = start_engine(tiny("llama"), **TIGHT)
-    monkeypatch.setattr("agentcache.engine.scheduler_half.salt_request", lambda *_: None)
+    monkeypatch.setattr("agentcache.engine.resumes.salt_request", lambda *_: None)
     traffic = Interleavings(engine, seed=200)
     for _ in range(10):
         for _ in range(6):
