@@ -21,6 +21,11 @@ def timed(engine: Engine) -> None:
     engine.ask([5, 6, 7], n=1)
 
 
+def believe(engine: Engine, costs: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.half, "costs", costs)
+    monkeypatch.setattr(engine.half._resumes, "_costs", costs)
+
+
 @pytest.fixture
 def set_costs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     """Returns what makes the engine believe in a machine whose forward takes `a + b·tokens` seconds."""
@@ -28,7 +33,7 @@ def set_costs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[floa
     def give(a: float, b: float) -> None:
         costs = CostModel(engine.half.costs.limits)
         costs.fit([Sample("forward", *work_of([(0, n)]), a + b * n) for n in (1, 64, 256)])
-        monkeypatch.setattr(engine.half, "costs", costs)
+        believe(engine, costs, monkeypatch)
         monkeypatch.setattr(engine.half, "clock", StepClock(CostModel(costs.limits)))  # teaches another model
 
     return give
@@ -85,7 +90,7 @@ def test_an_append_is_no_choice(engine: Engine, reference: Reference, set_costs)
 
 
 def test_an_engine_that_was_not_timed_is_exact(engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine.half, "costs", CostModel(engine.half.costs.limits))
+    believe(engine, CostModel(engine.half.costs.limits), monkeypatch)
     answer = resume(engine, NEW)
     assert (answer.recovery.policy, answer.recovery.estimate) == ("prefix_cache", None)
     assert answer.recovery.reason == "auto is exact until the engine has timed a few forwards"
