@@ -36,6 +36,10 @@ SHOWN = {
 }
 
 
+STEPS = {"long_pause": (("--step", "begin"), ("--step", "end"))}
+"""What it runs in processes of its own, each with an engine; the slow tier and `tests/engine/test_two_processes.py` go from one to the next."""
+
+
 def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "quickstart"}
 
@@ -53,9 +57,9 @@ def imported(name: str) -> ModuleType:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", sorted({*SHORT} - {"long_pause"}))
+@pytest.mark.parametrize("name", SHORT)
 def test_an_example_shows_what_its_resumes_saved(
-    name: str, cache: AgentCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, cache: AgentCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example, began = imported(name), []
 
@@ -71,24 +75,13 @@ def test_an_example_shows_what_its_resumes_saved(
         monkeypatch.setattr(example, "AgentCache", lend)
     else:
         monkeypatch.setattr(example, "ChatAgentCache", chat)
-    monkeypatch.setattr(sys, "argv", command(name, *SHORT[name])[1:])
-    example.main()
+    parts = STEPS.get(name, ((),))
+    for part in parts:
+        here = () if not part else ("--folder", str(tmp_path), *part)
+        monkeypatch.setattr(sys, "argv", command(name, *SHORT[name], *here)[1:])
+        example.main()
     shown = capsys.readouterr().out
-    assert len(began) == 1 and re.search(SHOWN[name], shown), shown
-
-
-@pytest.mark.engine
-@pytest.mark.usefixtures("smollm2_path")
-def test_a_long_pause_in_another_process_ends_in_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = (*SHORT["long_pause"], "--folder", str(tmp_path), "--step")
-    begun = run(command("long_pause", *options, "begin"), tmp_path)
-    assert "waits for a human: correct the record" in begun, begun
-    monkeypatch.setattr(sys, "argv", command("long_pause", *options, "end")[1:])
-    imported("long_pause").main()
-    shown = capsys.readouterr().out
-    assert re.search(SHOWN["long_pause"], shown), shown
+    assert len(began) == len(parts) and re.search(SHOWN[name], shown), shown
 
 
 @pytest.mark.engine

@@ -460,7 +460,7 @@ def test_the_profile_leaves_room_for_the_reply(cache: AgentCache, model: ChatAge
     assert model.profile is not None
     assert model.profile["max_input_tokens"] + model.profile["max_output_tokens"] == 8192
     assert model.profile["tool_calling"] and not model.profile["image_inputs"]
-    assert ChatAgentCache(cache=cache).profile["max_input_tokens"] == 7680  # type: ignore[index]
+    assert ChatAgentCache(cache=cache).profile["max_input_tokens"] == 6144  # type: ignore[index]
     assert ChatAgentCache(cache=cache, profile={"max_input_tokens": 9}).profile == {"max_input_tokens": 9}
 
 
