@@ -34,6 +34,7 @@ EDIT_TOKENS: Final = 6
 EDIT_AT: Final = (0.25, 0.4)
 """Where an edit lies, as a share of the context (the same)."""
 
+_OPENING = "\"(["  # what a value follows without a space
 _BEFORE_EDIT = 0.3  # share of the context that should stand before the edit
 _MIN_EFFECT = 0.5  # nats of margin: items whose answer the edit hardly moves say nothing about a repair
 _TRIES = 50  # draws an item before the tokenizer is held to be the reason
@@ -210,7 +211,8 @@ def _compose(
     opening = frame.opening + "\n\n".join(["Context:", *before, ""])
     rest = list(encode("\n" + "\n\n".join(behind)))
     query = encode(f"\n\nQuestion: {script.question}{frame.closing}{reply.replace('{name}', script.words[0])}")
-    old_value, new_value = (tuple(encode(f" {value}" if reply else value)) for value in script.values)
+    space = " " if reply and reply[-1] not in _OPENING else ""
+    old_value, new_value = (tuple(encode(f"{space}{value}")) for value in script.values)
     if len(rest) <= distance or old_value[0] == new_value[0]:
         return None
     old, new = (list(encode(opening + line)) for line in script.head)
