@@ -67,6 +67,8 @@ async def test_an_episodes_prompts_print_the_date_of_its_start(cache: AsyncAgent
     cache.episode("e").fork(name="fork")
     assert await date(cache, "e") == await date(cache, "fork") == START
     assert await date(cache, "other") == datetime(2026, 7, 2)
+    cache._session.forget("e")  # it begins anew
+    assert before <= await date(cache, "e") <= datetime.now()
 
 
 @pytest.mark.parametrize("deleted", [False, True])

@@ -10,6 +10,7 @@ What the suites skip, each for a capability that is declared below or that a mod
 | `test_json_mode` | SmolLM2 cannot keep to a schema that only the prompt names (`supports_json_mode`) |
 | `test_image_*`, `test_pdf_*`, `test_audio_*` | the engine's models read text (`supports_*_inputs`, `supports_*_tool_message`) |
 | `test_anthropic_inputs` | Anthropic's tool results inside a user's message (`supports_anthropic_inputs`) |
+| `test_agent_loop` | SmolLM2 calls no tool unless it is forced to; `test_tool_model.py` runs it on a model that does |
 | `test_stream_time` | recorded network traffic, of which there is none (`enable_vcr_tests`) |
 """
 

@@ -49,6 +49,12 @@ def look(q: str) -> str:
 
 
 @tool
+def owner(q: str) -> str:
+    """Says whose a shelf is."""
+    return f"Shelf {q} is cleo@example.com's."
+
+
+@tool
 def note(q: str) -> str:
     """Takes a note."""
     return f"noted: {q}"
@@ -194,10 +200,40 @@ def test_personal_data_that_is_redacted_in_a_reply_is_an_edit_of_the_reply(engin
         assert not any("example.com" in text for text in texts) and "[REDACTED_EMAIL]" in texts[1]
 
     calls, _ = scenario(engine, savers, run, "Write to bob@example.com about it, please.", None)
-    # The reply came back with other words in it: all before them is P.
+    # The reply came back with other words in it: all before them is P, and nothing stands behind the reply.
     t = calls[1].tokens
     assert calls[1].kind is RevisionKind.RETOKENISATION and "bob@example.com" in calls[0].text
     assert len(calls[0].ids) < t.prefix_tokens == calls[1].shared_prefix < len(calls[1].old_ids)
+    assert (t.fresh_tokens, t.repair_tokens, t.reused_tokens) == (0, 0, 0)
+
+
+def test_personal_data_that_is_redacted_in_place_is_an_edit_of_the_message(engine: AgentCache, savers: Any) -> None:
+    question = "I am ann@example.com. " + "Which of the items on the first shelf are light, and who counts them? " * 4
+
+    def run(model: Scripted, last: list[Any], saver: Any) -> None:
+        def agent(*first: Any, **settings: Any) -> Any:
+            return create_agent(model, [look], middleware=[*first, *last], checkpointer=saver, **settings)
+
+        ask(agent(interrupt_before=["tools"]), question, model.thread)
+        ask(agent(PIIMiddleware("email", strategy="redact")), None, model.thread)
+
+    calls, _ = scenario(engine, savers, run, [("look", {"q": "a"})], None)
+    assert "ann@example.com" in calls[0].chat[0]["content"] and "[REDACTED_EMAIL]" in calls[1].chat[0]["content"]
+    check_edit(calls[1], RevisionKind.OTHER, reused=40)
+
+
+def test_personal_data_that_never_reaches_the_model_is_no_edit(engine: AgentCache, savers: Any) -> None:
+    def run(model: Scripted, last: list[Any], saver: Any) -> None:
+        redact = PIIMiddleware("email", strategy="redact", apply_to_input=True, apply_to_tool_results=True)
+        agent = create_agent(model, [owner], middleware=[redact, *last], checkpointer=saver)
+        for text in ("Whom do I ask, and write to ann@example.com?", "And then?"):
+            ask(agent, text, model.thread)
+
+    calls, _ = scenario(engine, savers, run, [("owner", {"q": "a"})], "The owner.", None)
+    said = [str(message.get("content")) for call in calls for message in call.chat]
+    assert not any("example.com" in text for text in said)
+    assert sum("[REDACTED_EMAIL]" in str(message.get("content")) for message in calls[-1].chat) == 2
+    check_appends(calls[1:])
 
 
 def test_tools_that_a_selector_exchanges_change_the_system_block(engine: AgentCache, savers: Any) -> None:
