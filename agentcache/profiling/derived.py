@@ -34,7 +34,7 @@ EDIT_TOKENS: Final = 6
 EDIT_AT: Final = (0.25, 0.4)
 """Where an edit lies, as a share of the context (the same)."""
 
-_OPENING = "\"(["  # what a value follows without a space
+_OPENING = '"(['  # what a value follows without a space
 _BEFORE_EDIT = 0.3  # share of the context that should stand before the edit
 _MIN_EFFECT = 0.5  # nats of margin: items whose answer the edit hardly moves say nothing about a repair
 _TRIES = 50  # draws an item before the tokenizer is held to be the reason
