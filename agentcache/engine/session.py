@@ -163,7 +163,7 @@ class Session:
             yield request
         finally:
             requests.remove(request)
-            if not requests and self._underway.get(episode) is requests:
+            if not requests:
                 del self._underway[episode]
 
     def forget(self, episode: str) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def test_an_example_runs_as_a_reader_runs_it(name: str, tmp_path: Path) -> None:
 
 def run(words: Sequence[str], folder: Path) -> str:
     """Returns what a command prints."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=180, check=False, cwd=folder)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=540, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
