@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 
@@ -13,7 +10,6 @@ pytest.importorskip("vllm")
 import torch
 
 from agentcache.engine import precision
-from agentcache.engine import runtime as runtime_module
 from agentcache.engine.attention_probe import QUERY_TOKENS, query_runs, sampled_layers
 from agentcache.engine.orders import SaveOrder, StepReport
 from agentcache.engine.precision import block_tags, normalised_attention
@@ -22,11 +18,11 @@ from agentcache.kernels import BLOCK, reference
 from agentcache.store.extents import LoadExtent, NewObject
 from agentcache.store.scores import decode_scores
 from agentcache.types import Run
-from tests.engine.harness import NEW, OLD, Engine, first_version, lossy, text
+from tests.engine.harness import NEW, OLD, first_version, lossy, text
+from tests.engine.saver_kit import MIXED, payloads, row_tags, spied
 
 pytestmark = pytest.mark.engine
 
-MIXED = {"precision": "mixed"}
 STEP = 1.05  # of the scale of codes
 
 
@@ -44,49 +40,6 @@ def three_tags(engine, monkeypatch):
     thresholds = precision.Thresholds(tau_low=0.045, tau_high=0.05)
     monkeypatch.setattr(engine.worker.saver, "thresholds", thresholds)
     return thresholds
-
-
-@contextmanager
-def spied(engine: Engine, *names: str, fail: str | None = None):
-    """Records the calls of a runtime's methods as (step, name, rows) while it is open; one of them may raise."""
-    calls: list[tuple[int, str, int]] = []
-    steps = [0]
-    runtime, advance = engine.runtime, engine.worker.saver.advance
-
-    def counted(*args, **more):
-        steps[0] += 1
-        advance(*args, **more)
-
-    def spy(name):
-        plain = getattr(runtime, name)
-
-        def call(*args):
-            rows = args[2] - args[1] if name == "value_residual" else 0
-            if name == "gather_runs":
-                args = (args[0], list(args[1]))
-                rows = sum(source.length for source in args[1])
-            calls.append((steps[0], name, rows))
-            if name == fail:
-                raise RuntimeError("made to fail")
-            return plain(*args)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (*names, *([fail] if fail and fail not in names else [])):
-            patch.setattr(runtime, name, spy(name))
-        patch.setattr(engine.worker.saver, "advance", counted)
-        yield calls
-
-
-def payloads(engine: Engine, name: str = "v1"):
-    """Returns a version's extents with their payloads."""
-    return [(e, engine.worker.store.get(e.object_id)) for e in engine.version(name).extents]
-
-
-def row_tags(engine: Engine, name: str = "v1") -> list[str]:
-    """Returns the precision of each row of a version that shares no object with another one."""
-    return [str(run.tag) for _, payload in payloads(engine, name) for run in payload.runs for _ in range(run.tokens)]
 
 
 def attention_by_transformers(folder, ids, prompt_tokens):
@@ -324,130 +277,3 @@ def test_a_request_that_is_aborted_in_its_reply_is_measured_and_saved(engine):
     engine.drain()
     version = engine.version("v1")
     assert version is None or len(version.attention) == len(version.token_ids)
-
-
-# -- what cannot be measured is stored exactly -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["queries", "attention_mass"])
-def test_a_version_whose_attention_cannot_be_measured_is_exact(engine, caplog, method):
-    with caplog.at_level(logging.ERROR), spied(engine, fail=method):
-        first_version(engine)
-    assert "it is stored exactly" in caplog.text
-    version = engine.version("v1")
-    assert version.attention is None
-    assert {*row_tags(engine)} == {"exact"}
-    assert engine.half.index.trusted_end(version) == len(version.token_ids)
-
-
-def test_rows_whose_residual_cannot_be_measured_are_exact(engine, caplog):
-    with caplog.at_level(logging.ERROR), spied(engine, fail="value_residual"):
-        first_version(engine)
-    assert "they are stored exactly" in caplog.text
-    assert engine.version("v1").attention is not None
-    assert {*row_tags(engine)} == {"exact"}
-    assert all(payload.residual is None for _, payload in payloads(engine))
-
-
-def test_attention_that_is_no_number_is_not_used(engine, caplog, monkeypatch):
-    monkeypatch.setattr(engine.runtime, "attention_mass", lambda *args: torch.full((args[3],), torch.nan))
-    first_version(engine)
-    assert "not finite" in caplog.text
-    assert engine.version("v1").attention is None
-    assert {*row_tags(engine)} == {"exact"}
-
-
-def test_an_engine_that_cannot_be_probed_stores_exactly(engine, monkeypatch):
-    monkeypatch.setattr(engine.runtime, "probe_error", "made to fail")
-    first_version(engine)
-    assert {*row_tags(engine)} == {"exact"}
-
-
-class Writing:
-    """A segment forward that writes although it must not."""
-
-    def __init__(self, segments):
-        self._segments = segments
-
-    def batches(self, segments):
-        return self._segments.batches(segments)
-
-    def forward(self, batch, *, write):
-        return self._segments.forward(batch, moved=0 if write else 5)
-
-
-def test_a_probe_that_writes_is_found_at_start_up(engine, monkeypatch, caplog):
-    assert engine.runtime._probe_fault() is None
-    monkeypatch.setattr(engine.runtime._probe, "segments", Writing(engine.runtime.segments))
-    assert "wrote to the pages" in engine.runtime._probe_fault()
-    assert "stay exact" in caplog.text
-
-
-def test_a_save_that_cannot_be_gathered_fails_and_leaves_the_request_alone(engine, caplog):
-    with spied(engine, fail="gather_runs"):
-        answer = engine.ask(OLD, ResumeParams(version="v1"))
-    assert answer.done and len(answer.tokens) == 8
-    assert engine.version("v1") is None
-    assert "could not save the KV" in caplog.text
-
-
-def test_an_unknown_precision_refuses_the_save_and_says_what_there_is(engine, caplog):
-    report = StepReport()
-    engine.worker.saver.add([SaveOrder("lost", [1], [NewObject(1 << 40, 0, 5)], "k3v3", [1, 2, 3, 4, 5], 5)])
-    engine.worker.saver.advance(engine.runtime, 0, report)
-    assert report.unsaved == {"lost"} and not report.stored
-    assert engine.worker.saver.take_finished() == {"lost"}
-    assert "'k3v3'" in caplog.text and "mixed" in caplog.text
-
-
-# -- several ranks -----------------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """A tensor-parallel group of two whose other rank measures `scale` times what this one does; records each exchange."""
-
-    world_size = 2
-
-    def __init__(self, step, scale=3.0, broken=False):
-        self.step, self.scale, self.broken = step, scale, broken
-        self.exchanges: list[tuple[int, int]] = []
-
-    def all_reduce(self, mine):
-        self.exchanges.append((self.step(), len(mine)))
-        other = mine * self.scale
-        other[-1] = float(self.broken)
-        return mine + other
-
-
-def test_ranks_agree_on_the_mean_of_what_they_measured(engine, monkeypatch):
-    group = Group(lambda: 0)
-    monkeypatch.setattr(runtime_module, "get_tp_group", lambda: group)
-    assert engine.runtime.mean_over_ranks(torch.tensor([1.0, 2.0]), 2).tolist() == [2.0, 4.0]
-    assert engine.runtime.mean_over_ranks(None, 2) is None
-    group.broken = True
-    assert engine.runtime.mean_over_ranks(torch.tensor([1.0, 2.0]), 2) is None
-
-
-@pytest.mark.parametrize("method", ["queries", "attention_mass", "value_residual"])
-def test_a_rank_that_fails_meets_the_others_in_the_same_steps(engine, monkeypatch, method):
-    engine.prefill_rows(OLD)
-    table = engine._scratch(len(OLD)).tolist()
-
-    def exchanges(name, fail):
-        step = [0]
-        group = Group(lambda: step[0], scale=0.0)
-        saver, report = engine.worker.saver, StepReport()
-        objects = [NewObject((1 << 40) + at + 1000 * len(name), at, at + 100) for at in (0, 100, 200)]
-        with spied(engine, fail=fail), monkeypatch.context() as patch:
-            patch.setattr(runtime_module, "get_tp_group", lambda: group)
-            saver.add([SaveOrder(name, table, objects, "mixed", OLD, len(OLD))])
-            while saver.pending:
-                step[0] += 1
-                saver.advance(engine.runtime, 1, report)
-        assert report.saved == {name}
-        saver.take_finished()
-        for new in objects:
-            engine.worker.store.drop(new.object_id)
-        return group.exchanges
-
-    assert exchanges("a", None) == exchanges("bb", method)
