@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache import AgentCache
+from agentcache.integrations.langchain import ChatAgentCache
 from tests.integrations.langchain.suite import TOOL_MODEL, TOOL_MODEL_VARIABLE
 
 SETTINGS = {
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = sorted((items[at] for at in here), key=lambda item: item.path.name != "test_tool_model.py")
     for at, item in zip(here, mine, strict=True):
         items[at] = item
+
+
+@pytest.fixture(scope="module")
+def model(cache: AgentCache) -> ChatAgentCache:
+    """Returns a chat model on the shared engine."""
+    return ChatAgentCache(cache=cache, policy="edit_local", max_tokens=6, timeout=300)
 
 
 @pytest.fixture(scope="module")
