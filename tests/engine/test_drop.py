@@ -1,4 +1,4 @@
-"""Dropping an episode, on a stand-in for the engine; test_embedded does it on a real one."""
+"""Dropping an episode, on a stand-in for the engine; `embedded/test_episodes.py` does it on a real one."""
 
 from __future__ import annotations
 
