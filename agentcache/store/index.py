@@ -26,6 +26,7 @@ from agentcache.store.extents import (
     relocate,
 )
 from agentcache.store.integrity import check_index
+from agentcache.store.objects import ObjectTable
 from agentcache.store.scores import Codes
 from agentcache.store.version import Adopted, BlockObject, IndexStats, Refusal, SavePlan, Version
 from agentcache.types import AlignedRun, complement, run_tokens
@@ -58,11 +59,9 @@ class CheckpointIndex:
         self._versions: dict[tuple[str, str], Version] = {}
         self._order = EvictionOrder()
         self._doomed: set[Version] = set()  # dropped, but still pinned
-        self._objects: dict[int, BlockObject] = {}
-        self._keys: dict[str, int] = {}
+        self._objects = ObjectTable()
         self._ids = count(1)
-        self._dropped: list[int] = []
-        self._payload_bytes = self._token_bytes = self._pinned_bytes = 0
+        self._token_bytes = self._pinned_token_bytes = 0
         self._evictions = self._refusals = 0
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ class CheckpointIndex:
         new = tuple(NewObject(next(self._ids), start, stop) for start, stop in gathered)
         for object_id, start, stop in new:
             size = (stop - start) * self.bytes_per_token
-            self._add(BlockObject(object_id, token_hex(16), stop - start, start, size, exact=stop <= exact_end))
+            self._objects.add(BlockObject(object_id, token_hex(16), stop - start, start, size, exact=stop <= exact_end))
         extents = merge_extents([*inherited, *(Extent(o, 0, stop - start, start) for o, start, stop in new)])
         version = Version(
             version_id=version_id,
@@ -149,7 +148,6 @@ class CheckpointIndex:
             extents=extents,
         )
         self._register(version)
-        self._payload_bytes += run_tokens(gathered) * self.bytes_per_token
         for shared in held:
             self.unpin(shared)
         return SavePlan(version, new, evicted)
@@ -170,7 +168,7 @@ class CheckpointIndex:
         if stored.key in self._versions:
             return self._refuse(f"version {stored.version_id!r} is here already")
         found = {block.key: block for block in objects}
-        here = {key: self._objects[self._keys[key]] for key in found if key in self._keys}
+        here = self._objects.by_key(found)
         if any(user.namespace != stored.namespace for block in here.values() for user in block.users):
             return self._refuse(f"version {stored.version_id!r} names an object of another namespace")
         if any(block.tokens > OBJECT_TOKENS for block in found.values()):
@@ -195,8 +193,7 @@ class CheckpointIndex:
             block.users.add(stored)
         self._make_room(needed + stored.token_ids.nbytes)
         for _, key in new:
-            self._add(found[key])
-        self._payload_bytes += needed
+            self._objects.add(found[key])
         self._register(stored)
         return Adopted(stored, tuple(new))
 
@@ -212,37 +209,22 @@ class CheckpointIndex:
 
     def settle(self, object_id: int, size_bytes: int, tag: str, *, lossless: bool) -> None:
         """Notes what the worker really stored of a new object: at most the bytes that were reserved for it."""
-        block = self._objects.get(object_id)
-        if block is None:
-            return  # its version was dropped meanwhile
-        saved = block.size_bytes - size_bytes
-        assert saved >= 0, f"object {object_id} takes {size_bytes} bytes, {block.size_bytes} were reserved"
-        block.size_bytes, block.tag, block.lossless = size_bytes, tag, lossless
-        self._payload_bytes -= saved
-        if block.pinned:
-            self._pinned_bytes -= saved
+        self._objects.settle(object_id, size_bytes, tag, lossless=lossless)
 
     def note_parts(self, parts: Mapping[str, tuple[Any, ...]]) -> None:
         """Notes, by key, what a tier below keeps of objects; those that are gone from here are ignored."""
-        for key, kept in parts.items():
-            if key in self._keys:
-                self._objects[self._keys[key]].parts = kept
+        self._objects.note_parts(parts)
 
     def trusted(self, object_id: int) -> bool:
         """Whether an object holds, bit by bit, rows of a full prefill of the version that computed them."""
-        block = self._objects[object_id]
-        return block.exact and block.lossless
+        return self._objects.trusted(object_id)
 
     def trusted_end(self, version: Version) -> int:
         """Returns how many leading rows are exact and stored as exact ones; rows that were lost do not end them.
 
         An exact row stands where it was computed: one that was moved is none, whatever a stored version says.
         """
-        others = (e.position for e in version.extents if not self.trusted(e.object_id) or self._moved(e))
-        return min(version.exact_end, next(others, version.exact_end))
-
-    def _moved(self, extent: Extent) -> bool:
-        return self._objects[extent.object_id].source_position + extent.offset != extent.position
+        return self._objects.trusted_end(version)
 
     def abort_save(self, version: Version) -> None:
         """Drops a version whose payloads could not be stored."""
@@ -277,22 +259,16 @@ class CheckpointIndex:
         assert version.state != "dropped", f"{version.key} was dropped"
         version.pins += 1
         if version.pins == 1:
-            self._pinned_bytes += version.token_ids.nbytes
-            for block in self.objects_of(version):
-                block.pinned += 1
-                if block.pinned == 1:
-                    self._pinned_bytes += block.size_bytes
+            self._pinned_token_bytes += version.token_ids.nbytes
+            self._objects.pin(version)
 
     def unpin(self, version: Version) -> None:
         """Takes back one pin; a dropped version is freed with its last one."""
         assert version.pins > 0, f"{version.key} is not pinned"
         version.pins -= 1
         if version.pins == 0:
-            self._pinned_bytes -= version.token_ids.nbytes
-            for block in self.objects_of(version):
-                block.pinned -= 1
-                if block.pinned == 0:
-                    self._pinned_bytes -= block.size_bytes
+            self._pinned_token_bytes -= version.token_ids.nbytes
+            self._objects.unpin(version)
             if version.state == "dropped":
                 self._doomed.remove(version)
                 self._free(version)
@@ -337,22 +313,12 @@ class CheckpointIndex:
         Returns:
             The versions that can still be found and now miss rows, by key.
         """
-        lost = {object_id for object_id in object_ids if object_id in self._objects}
-        affected: dict[Version, None] = {}
-        for object_id in sorted(lost):
-            block = self._objects[object_id]
-            affected.update(dict.fromkeys(block.users))
-            if block.pinned:
-                self._pinned_bytes -= block.size_bytes
-            self._forget(block)
-        for version in affected:
-            version.extents = tuple(extent for extent in version.extents if extent.object_id not in lost)
+        affected = self._objects.lose(object_ids)
         return sorted((version for version in affected if version.state != "dropped"), key=lambda version: version.key)
 
     def take_dropped(self) -> tuple[int, ...]:
         """Returns the objects that became free since the last call: the workers' orders to forget them."""
-        dropped, self._dropped = tuple(self._dropped), []
-        return dropped
+        return self._objects.take_dropped()
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -362,7 +328,7 @@ class CheckpointIndex:
             "versions": len(self._versions),
             "groups": len(self._order),
             "objects": len(self._objects),
-            "bytes": self._payload_bytes,
+            "bytes": self._objects.size_bytes,
             "token_bytes": self._token_bytes,
             "pinned_bytes": self._pinned_bytes,
             "budget_bytes": self.budget_bytes,
@@ -375,6 +341,11 @@ class CheckpointIndex:
         check_index(self)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _pinned_bytes(self) -> int:
+        """What cannot be evicted now: pinned versions' token ids and their objects."""
+        return self._pinned_token_bytes + self._objects.pinned_bytes
 
     def _inherit(
         self, source: Version, ids: np.ndarray, computed: int, restore: Sequence[AlignedRun]
@@ -392,42 +363,28 @@ class CheckpointIndex:
 
     def objects_of(self, version: Version) -> list[BlockObject]:
         """Returns the objects that a version points at, each once."""
-        return [self._objects[object_id] for object_id in {extent.object_id for extent in version.extents}]
+        return self._objects.of(version)
 
     def _register(self, version: Version) -> None:
         """Makes a version findable and pins it; its objects are here."""
         self._versions[version.key] = version
         self._order.add(version)
-        for block in self.objects_of(version):
-            block.users.add(version)
+        self._objects.use(version)
         self._token_bytes += version.token_ids.nbytes
         self.pin(version)
 
-    def _add(self, block: BlockObject) -> None:
-        self._objects[block.object_id] = block
-        self._keys[block.key] = block.object_id
-
     def _make_room(self, needed: int) -> tuple[int, ...]:
         """Evicts until `needed` bytes fit, which the caller has made sure is possible; returns the freed objects."""
-        before = len(self._dropped)
-        while self._payload_bytes + self._token_bytes + needed > self.budget_bytes:
+        before = len(self._objects.dropped)
+        while self._objects.size_bytes + self._token_bytes + needed > self.budget_bytes:
             self.drop_version(self._order.next())
             self._evictions += 1
-        return tuple(self._dropped[before:])
+        return tuple(self._objects.dropped[before:])
 
     def _free(self, version: Version) -> None:
         """Takes back a dropped version's references."""
         self._token_bytes -= version.token_ids.nbytes
-        for block in self.objects_of(version):
-            block.users.remove(version)
-            if not block.users:
-                self._forget(block)
-
-    def _forget(self, block: BlockObject) -> None:
-        del self._objects[block.object_id]
-        del self._keys[block.key]
-        self._dropped.append(block.object_id)
-        self._payload_bytes -= block.size_bytes
+        self._objects.release(version)
 
     def _refuse(self, reason: str) -> Refusal:
         self._refusals += 1

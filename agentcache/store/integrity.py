@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from agentcache.store.extents import OBJECT_TOKENS, merge_extents
-from agentcache.store.version import BlockObject, Version
+from agentcache.store.extents import merge_extents
+from agentcache.store.version import Version
 
 if TYPE_CHECKING:
     from agentcache.store.index import CheckpointIndex
@@ -30,21 +29,10 @@ def check_index(index: CheckpointIndex) -> None:
         assert version.extents == merge_extents(version.extents), version.key
         assert version.pins >= (version.state == "saving"), version.key
     assert users == {block.object_id: block.users for block in index._objects.values()}, "wrong users"
-    assert index._keys == {block.key: object_id for object_id, block in index._objects.items()}, "wrong keys"
-    for object_id, block in index._objects.items():
-        assert block.object_id == object_id
-        assert 0 < block.tokens <= OBJECT_TOKENS, object_id
-        assert block.pinned == sum(version.pins > 0 for version in block.users), object_id
-    assert not set(index._dropped) & set(index._objects), "a dropped object is in use"
-
-    def row_bytes(blocks: Iterable[BlockObject]) -> int:
-        return sum(block.size_bytes for block in blocks)
-
-    pinned = sum(version.token_ids.nbytes for version in versions if version.pins)
+    index._objects.check()
     assert index._token_bytes == sum(version.token_ids.nbytes for version in versions)
-    assert index._payload_bytes == row_bytes(index._objects.values())
-    assert index._pinned_bytes == pinned + row_bytes(block for block in index._objects.values() if block.pinned)
-    assert index._payload_bytes + index._token_bytes <= index.budget_bytes, "over budget"
+    assert index._pinned_token_bytes == sum(version.token_ids.nbytes for version in versions if version.pins)
+    assert index._objects.size_bytes + index._token_bytes <= index.budget_bytes, "over budget"
     grouped = [version for group in index._order.groups() for version in group]
     index._order.check()
     assert len(grouped) == len(index._versions), "wrong groups"

@@ -229,7 +229,7 @@ class Engine:
         stats = self.half.index.stats()
         assert stats["pinned_bytes"] == 0
         # Objects that were dropped since the last step are still with the worker.
-        waiting = set(self.half.index._dropped)
+        waiting = set(self.half.index._objects.dropped)
         assert set(self.worker.store._objects) - waiting == set(self.half.index._objects)
         assert stats["bytes"] + stats["token_bytes"] <= stats["budget_bytes"]
 
