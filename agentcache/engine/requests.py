@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -19,13 +20,15 @@ from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from agentcache.engine.launch import Engine
-from agentcache.engine.wire import KEY, ResumeParams
+from agentcache.engine.wire import ENDED, KEY, Recovery, ResumeParams
 from agentcache.errors import ConfigError, RequestError, RequestTimeout
 from agentcache.labels import overlay
 from agentcache.reply import RecoveryReport, Reply, StreamChunk
 from agentcache.request import RequestOptions
 
 __all__ = ["run_request", "sampling_params"]
+
+logger = logging.getLogger(__name__)
 
 TRANSFER = "kv_transfer_params"
 # vLLM sends the first and the last output of a request at once whatever the interval.
@@ -39,7 +42,7 @@ _LOAD_FIELDS = (
     "select_ms",
     "recompute_ms",
 )
-_LATE_TRIES = 10
+_LATE_TRIES = 500
 _LATE_WAIT_S = 0.01
 _numbers = itertools.count(1)
 
@@ -168,8 +171,8 @@ async def _recovery(
     """Returns the connector's report, completed by the worker where vLLM could not carry all of it."""
     report = (output.kv_transfer_params or {}).get(KEY)
     if report is None:
-        report = await _late_report(engine, output, resume)
-    elif _is_early(report):
+        report = await _late_report(engine, resume)
+    if _is_early(report):
         noted = await _noted(engine, resume)
         before = report["lost_tokens"]  # those that the scheduler half knew of
         report |= {name: noted[name] for name in _LOAD_FIELDS if name in noted}
@@ -183,18 +186,21 @@ async def _recovery(
     return recovery
 
 
-async def _late_report(engine: Engine, output: Any, resume: ResumeParams) -> dict[str, Any]:
+async def _late_report(engine: Engine, resume: ResumeParams) -> dict[str, Any]:
     """Returns the report of a request that a stop string ended: in the caller, before the engine's own report.
 
-    The engine hears of the end as an abort; what becomes of the checkpoint is noted in its next step.
+    The engine hears of the end as an abort, and the workers of the report in its next step. Each question waits for a step that
+    is under way: few are needed, however long steps take.
     """
-    for _ in range(_LATE_TRIES if resume.save else 1):
-        report = await _noted(engine, resume)
-        if report.get("saved", "no") != "no":
-            break
+    for _ in range(_LATE_TRIES):
+        noted = await _noted(engine, resume)
+        if ENDED in noted:
+            return dict(noted[ENDED])
         await asyncio.sleep(_LATE_WAIT_S)
-    own = {"version": resume.version, "parent": resume.parent, "requested_policy": resume.policy}
-    return own | {"prompt_tokens": len(output.prompt_token_ids)} | report
+    reason = "a stop string ended the request, and the engine has not told what became of it"
+    logger.warning("version %s: %s", resume.version, reason)
+    own = Recovery(version=resume.version, parent=resume.parent, requested_policy=resume.policy, exact=False)
+    return own.model_dump(mode="json") | noted | {"reason": reason}
 
 
 async def _noted(engine: Engine, resume: ResumeParams) -> dict[str, Any]:

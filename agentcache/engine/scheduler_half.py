@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from agentcache.config import ConnectorConfig
 from agentcache.engine.costs import CostModel, Limits
 from agentcache.engine.durable import DurableTier
@@ -26,7 +28,7 @@ from agentcache.engine.resumes import Resumes
 from agentcache.engine.saves import Saves
 from agentcache.engine.state import RequestState
 from agentcache.engine.step_clock import StepClock
-from agentcache.engine.wire import KEY, Recovery, parse_params
+from agentcache.engine.wire import ENDED, KEY, Recovery, parse_params
 from agentcache.labels import NOTHING, format_labels, overlay
 from agentcache.store.index import CheckpointIndex
 from agentcache.types import clip_runs, run_tokens
@@ -72,7 +74,7 @@ class SchedulerHalf:
         self._allocated: list[Any] = []
         self._promised = 0  # tokens that loads of the step being scheduled compute
         self._orders = StepOrders()
-        self._news = False  # saves have ended since the workers were told how many are open
+        self._news = False  # the workers are to hear of what has ended, though no request may run
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
 
@@ -94,8 +96,10 @@ class SchedulerHalf:
         state = RequestState(params, recovery)
         self._requests[request.request_id] = state
         key = (params.namespace, params.version)
+        double = key in self._running or self.index.lookup(*key) is not None
+        state.owns_notes = not double
         recovery.reason = refusal(request)
-        if recovery.reason is None and (key in self._running or self.index.lookup(*key) is not None):
+        if recovery.reason is None and double:
             recovery.reason = f"version {params.version!r} exists already; a version is created once"
         if recovery.reason is not None:
             return
@@ -169,7 +173,7 @@ class SchedulerHalf:
 
     def _note(self, state: RequestState, note: dict[str, Any]) -> None:
         """Keeps a report with the workers, unless the version is another request's."""
-        if state.owns_key:
+        if state.owns_notes:
             self._orders.notes[state.key] = note
 
     @property
@@ -324,8 +328,9 @@ class SchedulerHalf:
         for version in state.composition.versions if state.composition is not None else ():
             self.index.unpin(version)
         note = recovery.model_dump(mode="json")
-        ended = ("saved", "reason", "repair_tokens", "reused_tokens", "recompute_ratio", "rows", "precisions")
-        self._note(state, {name: note[name] for name in ended})
+        self._note(state, {ENDED: note})
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            self._news = True  # a stop string ended it in the caller, who waits for the note: no other request may come
         return keep, {KEY: note}
 
     def _label_rows(self, state: RequestState) -> None:

@@ -39,7 +39,8 @@ class RequestState:
     unless its approximate rows provably never came to be. `composition` is what the plan restores from, pinned until the
     request ends; `missed` says what else was asked for, `fault` what else went wrong. `searches` are those below memory, by
     name, `sought_at` their beginning until the payloads are here. `online` is set while the policy chooses further rows in the
-    worker; `repaired` are those that it chose, and until the worker has told them all that it may choose.
+    worker; `repaired` are those that it chose, and until the worker has told them all that it may choose. `owns_key`: its version
+    will be saved under its key; `owns_notes`: at least no other request's version has that key.
     """
 
     params: ResumeParams | None
@@ -60,6 +61,7 @@ class RequestState:
     loading: bool = False
     blocks: tuple[int, ...] = ()
     owns_key: bool = False
+    owns_notes: bool = False
     save: bool = False
 
     @property

@@ -17,9 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentcache.config import Precision
 from agentcache.types import Boundary, BoundaryKind
 
-__all__ = ["KEY", "MOST_SOURCES", "Name", "Recovery", "ResumeParams", "parse_params"]
+__all__ = ["ENDED", "KEY", "MOST_SOURCES", "Name", "Recovery", "ResumeParams", "parse_params"]
 
 KEY = "agentcache"
+ENDED = "ended"
+"""Under which the workers note the report of a request that has ended."""
 MOST_SOURCES = 64
 """Most chunks and further versions that one request may name."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]

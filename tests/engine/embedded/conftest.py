@@ -18,6 +18,11 @@ from tests.engine.embedded.calls import SETTINGS
 async def cache(tiny: Callable[[str], Path], request: pytest.FixtureRequest) -> AsyncIterator[AsyncAgentCache]:
     """Returns a cache on the tiny llama. The last module of this folder kills its engine, restarts and closes it."""
     loop = asyncio.get_running_loop()
+
+    def close() -> None:
+        if not loop.is_closed():  # else no test followed, and the session's end has closed both
+            loop.run_until_complete(cache.close())
+
     async with AsyncAgentCache(tiny("llama"), **SETTINGS) as cache:
-        ends_with(request, Path(__file__).parent, lambda: loop.run_until_complete(cache.close()))
+        ends_with(request, Path(__file__).parent, close)
         yield cache

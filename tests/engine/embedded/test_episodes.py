@@ -138,6 +138,29 @@ async def test_a_reply_that_a_stop_string_ends_is_reported_and_kept(cache: Async
     assert child.parent == reply.version and child.recovery is not None and child.recovery.reused_tokens > 0
 
 
+@pytest.mark.parametrize("policy", ["edit_local", "prophetkv"])
+async def test_a_stop_string_leaves_the_report_as_it_is(cache: AsyncAgentCache, policy: str) -> None:
+    """Without a save no step follows by itself: the report must come all the same, with what was chosen in the worker."""
+    episode = cache.episode(f"stop, {policy}")
+    first = await episode.generate(chat("12 grams"), max_tokens=1)
+    how: dict[str, Any] = {"policy": policy, "parent": first.version, "save": False, "max_tokens": 24}
+    whole = await episode.generate(chat("49 grams"), salt="whole", **how)
+    text = whole.text[len(whole.text) // 2 :].strip()[:6]
+    ended = await episode.generate(chat("49 grams"), salt="ended", stop=text, **how)
+    assert ended.finish_reason == "stop" and len(ended.token_ids) < len(whole.token_ids)
+    assert whole.recovery is not None and ended.recovery is not None
+    want, found = (
+        {
+            name: value
+            for name, value in reply.recovery.model_dump().items()
+            if name != "version" and not name.endswith("_ms") and name != "estimate"
+        }
+        for reply in (whole, ended)
+    )
+    assert found == want
+    assert ended.recovery.rows and ended.recovery.repair_tokens > 0 and 0 < ended.recovery.recompute_ratio < 1
+
+
 async def test_subscribers_hear_of_revision_resume_and_pause_in_order(cache: AsyncAgentCache) -> None:
     heard: list[Any] = []
 
