@@ -21,7 +21,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def derived(distance: int) -> dict[tuple[str, int | None], Cell]:
-    cells = result("paired-edit-qwen1.5b.json")["cells"]
+    cells = result(f"paired-edit-qwen1.5b{'-far' if distance > 250 else ''}.json")["cells"]
     return {(c["policy"], c["k"]): c for c in cells if (c["form"], c["distance"]) == ("table", distance)}
 
 
@@ -32,6 +32,11 @@ def share(cell: Cell) -> str:
 
 def flips(cell: Cell) -> int:
     return round(cell["flip"] * cell["n_kept"])
+
+
+def recovered(cell: Cell) -> str:
+    low, high = cell["mr_ci"]
+    return f"{cell['mr']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def kept(cell: Cell) -> str:
@@ -86,6 +91,25 @@ def test_derived_edits_away_from_their_answer() -> None:
     near, far = derived(0)["cacheblend", 32]["mr"], cells["cacheblend", 32]["mr"]
     assert f"`cacheblend` falls from {near:.2f} to {far:.2f}".replace("-", "−") in TEXT
     assert f"importance by the query alone, recovers {query['mr']:.2f} at {share(query)} of the time" in TEXT
+
+
+def test_derived_edits_far_from_their_answer() -> None:
+    cells = derived(1500)
+    wide, query, none = cells["attended", 64], cells["prophetkv", 32], cells["direct_reuse", None]
+    assert f"Derived, d = 1,500, same model in bfloat16 on a machine with AVX-512, {kept(wide)}" in TEXT
+    assert f"times of {cells['prefix_cache', None]['n_kept']} items" in TEXT
+    assert (
+        f"`attended` with K = 64 has MR {recovered(wide)} and flips {flips(wide)} of {wide['n_kept']} at {share(wide)} of prefix "
+        f"caching's time, its scoring inside: {wide['repair_tokens']:.0f} tokens, {100 * wide['recompute_ratio']:.1f} % of the text"
+    ) in TEXT
+    assert (
+        f"`prophetkv` with K = 32 has {recovered(query)} and flips {flips(query)} of {query['n_kept']} at {share(query)}."
+        in TEXT
+    )
+    windows = cells["edit_local", 32], cells["patchkv", 32]
+    assert {abs(round(cell["mr"], 2)) for cell in windows} == {0}
+    assert {flips(cell) for cell in (*windows, none)} == {2}
+    assert f"The model answers {100 * wide['n_kept'] / wide['n_drawn']:.0f} % of the items" in TEXT
 
 
 def test_drift() -> None:

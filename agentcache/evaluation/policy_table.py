@@ -132,7 +132,7 @@ def _percent(value: float | None) -> str:
 
 
 def _two(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return "–" if value is None else f"{value:z.2f}"
 
 
 def _difference(line: Cell) -> str:

@@ -47,7 +47,7 @@ def number(key: str, digits: int = 2, *, percent: bool = False) -> Callable[[Cel
         value = row.get(key)
         if value is None:
             return "–"
-        return f"{100 * value:.{digits}f} %" if percent else f"{value:,.{digits}f}"
+        return f"{100 * value:z.{digits}f} %" if percent else f"{value:z,.{digits}f}"
 
     return text
 
@@ -60,8 +60,8 @@ def interval(key: str, of: str, digits: int = 2) -> Callable[[Cell], str]:
         if value is None:
             return "–"
         if bounds is None:
-            return f"{value:.{digits}f}"
-        return f"{value:.{digits}f} [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
+            return f"{value:z.{digits}f}"
+        return f"{value:z.{digits}f} [{bounds[0]:z.{digits}f}, {bounds[1]:z.{digits}f}]"
 
     return text
 

@@ -43,6 +43,13 @@ def test_a_table_has_a_line_a_row_and_a_dash_where_nothing_is_known() -> None:
     ]
 
 
+def test_what_rounds_to_nothing_has_no_sign() -> None:
+    row = {"mr": -0.004, "mr_ci": [-0.2, -0.001]}
+    assert number("mr")(row) == number("none", 2)({"none": -0.0}) == "0.00"
+    assert number("mr", 0, percent=True)(row) == "0 %"
+    assert interval("mr", "mr_ci")(row) == "0.00 [-0.20, 0.00]"
+
+
 def test_a_report_is_json_and_markdown_that_say_how_they_were_made(tmp_path: Path) -> None:
     use = DataUse("sample", "cd" * 16, 12, "background texts")
     made = provenance(MODEL, dtype="bfloat16", seeds={"items": 7}, data=[use], command="agentcache eval x --out r.json")
