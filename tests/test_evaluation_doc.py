@@ -134,6 +134,57 @@ def test_drift() -> None:
     assert f"with it at {near} and more in the first block and at {wide} and more from 256 tokens on" in TEXT
 
 
+def test_memories() -> None:
+    found = result("memory-smollm2.json")
+    sets = ["locomo", "ama_bench_recall"]
+    assert [(use["name"], use["count"]) for use in found["provenance"]["data"]] == [(name, 100) for name in sets]
+    cells = {(cell["policy"], cell["r"], cell["dataset"]): cell for cell in found["cells"]}
+    lengths = [retrieval["prompt_tokens"] for retrieval in found["retrieval"]]
+    assert "six memories a question, {:,.0f} and {:,.0f} tokens".format(*lengths) in TEXT
+    full = [cells["full_recompute", 1.0, name] for name in sets]
+    assert "| full recompute | {:.1f} | {:.1f} |".format(*(100 * cell["f1"] for cell in full)) in TEXT
+    for policy, r in (
+        ("mean_shift", 0.1),
+        ("cacheblend", 0.1),
+        ("mean_shift", 0.3),
+        ("cacheblend", 0.3),
+        ("direct_reuse", 0.0),
+    ):
+        two = [cells[policy, r, name] for name in sets]
+        scores = " | ".join(
+            f"{100 * cell['f1']:.1f}: {points(cell['f1_diff'], cell['f1_diff_ci'], sign='')}" for cell in two
+        )
+        at = f", r = {r}" if r else ""
+        assert f"| `{policy}`{at} | {scores} | {share(two[0])}, {share(two[1])} |" in TEXT
+    pairs = {(pair["r"], pair["dataset"]): points(pair["difference"], pair["difference_ci"]) for pair in found["pairs"]}
+    assert "{} and {} at r = 0.1".format(*(pairs[0.1, name] for name in sets)) in TEXT
+    assert "{} and {} at r = 0.3".format(*(pairs[0.3, name] for name in sets)) in TEXT
+    ratios = [cells["mean_shift", r, name]["recompute_ratio"] for r in (0.1, 0.3) for name in sets]
+    assert {f"{ratio:.0%}" for ratio in ratios} == {"12%", "33%", "36%"}
+    shifts = [cell for cell in found["shift"] if cell["layer"] > 0]
+    assert {cell["n"] for cell in shifts} == {12}
+
+    def mean(name: str, dataset: str) -> float:
+        values = [cell[name] for cell in shifts if (cell["r"], cell["dataset"]) == (0.1, dataset)]
+        return 100 * sum(values) / len(values)
+
+    keys, values, best = (
+        [mean(name, d) for d in sets] for name in ("key_explained_norm", "value_explained_norm", "value_common")
+    )
+    assert "{:.1f} and {:.1f} % for keys and {:.1f} and {:.1f} % for values".format(*keys, *values) in TEXT
+    most = max(cell[f"{side}_explained_norm"] for cell in shifts for side in ("key", "value"))
+    assert f"{100 * most:.1f} % at most in a layer" in TEXT
+    assert "would take away {:.0f} and {:.0f} % of the squared error of values".format(*best) in TEXT
+    few, many = (cells["cacheblend", r, "ama_bench_recall"] for r in (0.1, 0.3))
+    assert f"KL falls from {few['kl']:.3f} to {many['kl']:.3f}" in TEXT
+    assert f"and F1 by {100 * (few['f1'] - many['f1']):.1f} points" in TEXT
+
+
+def points(value: float, bounds: Sequence[float], sign: str = "+") -> str:
+    """Returns a difference of F1 and its interval, in points."""
+    return f"{100 * value:{sign}.1f} [{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]".replace("-", "−")
+
+
 def test_where_the_frontier_stops() -> None:
     found = result("frontier-smollm2.json")
     cells = {cell["policy"].removesuffix(":length_model=null:most_tokens=4096"): cell for cell in found["cells"][:3]}

@@ -48,6 +48,20 @@ def test_what_policies_recover_is_the_committed_result():
         assert f"TTFT of {cell['n_kept']} of them" in flat
 
 
+def test_what_memories_keep_is_the_committed_result():
+    cells = json.loads((ROOT / "docs" / "results" / "memory-smollm2.json").read_text())["cells"]
+    full, blend, shift, none = (
+        next(c for c in cells if (c["dataset"], c["policy"], c["r"]) == ("ama_bench_recall", policy, r))
+        for policy, r in (("full_recompute", 1.0), ("cacheblend", 0.1), ("mean_shift", 0.1), ("direct_reuse", 0.0))
+    )
+    assert {cell["n"] for cell in (full, blend, shift, none)} == {100}
+    said = (
+        f"keep an F1 of {100 * blend['f1']:.1f} and {100 * shift['f1']:.1f} points where a full prefill has {100 * full['f1']:.1f}, "
+        f"in {100 / blend['speedup']:.0f} and {100 / shift['speedup']:.0f} % of its time; `direct_reuse` has {100 * none['f1']:.1f}"
+    )
+    assert said in " ".join(README.split())
+
+
 def test_the_checkpoints_are_the_committed_result():
     result = json.loads((ROOT / "docs" / "results" / "store.json").read_text())
     payload, restore = result["parts"]["payload"], result["parts"]["restore"]["restore_ms"]
