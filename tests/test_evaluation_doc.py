@@ -112,6 +112,25 @@ def test_derived_edits_far_from_their_answer() -> None:
     assert f"The model answers {100 * wide['n_kept'] / wide['n_drawn']:.0f} % of the items" in TEXT
 
 
+def test_harder_forms() -> None:
+    cells = {(c["condition"], c["policy"], c["k"]): c for c in result("paired-edit-qwen1.5b-hard.json")["cells"]}
+    arms = (("attended", 64), ("prophetkv", 32), ("cacheblend", 32), ("edit_local", 32), ("direct_reuse", None))
+    said = {
+        "hard:two_edits": "two edits at once",
+        "hard:length": "an edit that changes length",
+        "hard:competing": "three competing tables",
+    }
+    assert {form for form, *_ in cells} == said.keys()
+    for form, name in said.items():
+        row = [cells[form, *arm] for arm in arms]
+        assert row[0]["n_kept"] >= 20
+        values = " | ".join(f"{cell['mr']:z.2f}, {flips(cell)}" for cell in row)
+        assert f"| {name} | {row[0]['n_kept']} of {row[0]['n_drawn']} | {values} |" in TEXT
+    wide, query = (cells["hard:competing", *arm] for arm in arms[:2])
+    assert min(cells[form, "attended", 64]["mr"] for form in said) == wide["mr"]
+    assert f"its least MR {recovered(wide)}" in TEXT and f"falls to {recovered(query)}" in TEXT
+
+
 def test_drift() -> None:
     found = result("drift.json")
     models = [model["name"] for model in found["models"]]
