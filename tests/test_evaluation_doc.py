@@ -119,6 +119,7 @@ def test_harder_forms() -> None:
         "hard:two_edits": "two edits at once",
         "hard:length": "an edit that changes length",
         "hard:competing": "three competing tables",
+        "hard:paraphrase": "a table without the edit's words",
     }
     assert {form for form, *_ in cells} == said.keys()
     for form, name in said.items():
