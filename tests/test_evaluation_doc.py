@@ -129,6 +129,11 @@ def test_harder_forms() -> None:
         assert f"| {name} | {row[0]['n_kept']} of {row[0]['n_drawn']} | {values} |" in TEXT
     wide, query = (cells["hard:competing", *arm] for arm in arms[:2])
     assert min(cells[form, "attended", 64]["mr"] for form in said) == wide["mr"]
+    exact = [cells[form, "prefix_cache", None] for form in said]
+    low, high = (bound(cell["mr"] for cell in exact) for bound in (min, max))
+    assert f"The exact policy itself has {low:.2f} to {high:.2f} in these forms (4 or 5 items each)" in TEXT
+    assert {cell["n_kept"] for cell in exact} == {4, 5}
+    assert {flips(cells[form, "attended", 64]) for form in said} == {20}
     assert f"its least MR {recovered(wide)}" in TEXT and f"falls to {recovered(query)}" in TEXT
 
 

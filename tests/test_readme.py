@@ -46,6 +46,8 @@ def test_what_policies_recover_is_the_committed_result():
         assert f"{cell['prompt_tokens']:,} tokens, TTFT of" in flat
     for cell in (cell for cell in cells if cell["policy"] == "prefix_cache"):
         assert f"TTFT of {cell['n_kept']} of them" in flat
+    (far,) = (cell for cell in cells if (cell["policy"], cell["k"], cell["distance"]) == ("attended", 64, 1500))
+    assert f"`attended` all of it**, at 1,500 in {100 / far['speedup']:.0f} % of prefix caching's time" in flat
 
 
 def test_what_memories_keep_is_the_committed_result():

@@ -42,7 +42,7 @@ _LOAD_FIELDS = (
     "select_ms",
     "recompute_ms",
 )
-_LATE_TRIES = 500
+_LATE_TRIES = 100
 _LATE_WAIT_S = 0.01
 _numbers = itertools.count(1)
 

@@ -39,8 +39,8 @@ class RequestState:
     unless its approximate rows provably never came to be. `composition` is what the plan restores from, pinned until the
     request ends; `missed` says what else was asked for, `fault` what else went wrong. `searches` are those below memory, by
     name, `sought_at` their beginning until the payloads are here. `online` is set while the policy chooses further rows in the
-    worker; `repaired` are those that it chose, and until the worker has told them all that it may choose. `owns_key`: its version
-    will be saved under its key; `owns_notes`: at least no other request's version has that key.
+    worker; `repaired` are those that it chose, and until the worker has told them all that it may choose. `owns_key`: it is
+    served as the only request of its version; `owns_notes`: no other request has that version, also when it is refused.
     """
 
     params: ResumeParams | None

@@ -140,4 +140,4 @@ def _difference(line: Cell) -> str:
     bounds: Sequence[float] | None = line.get("f1_diff_ci")
     if value is None or bounds is None:
         return "–"
-    return f"{100 * value:+.1f} [{100 * bounds[0]:+.1f}, {100 * bounds[1]:+.1f}]"
+    return f"{100 * value:+z.1f} [{100 * bounds[0]:+z.1f}, {100 * bounds[1]:+z.1f}]"

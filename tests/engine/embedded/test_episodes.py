@@ -144,8 +144,10 @@ async def test_a_stop_string_leaves_the_report_as_it_is(cache: AsyncAgentCache, 
     episode = cache.episode(f"stop, {policy}")
     first = await episode.generate(chat("12 grams"), max_tokens=1)
     how: dict[str, Any] = {"policy": policy, "parent": first.version, "save": False, "max_tokens": 24}
+    await idle(cache)  # both then find nothing in vLLM's own prefix cache
     whole = await episode.generate(chat("49 grams"), salt="whole", **how)
     text = whole.text[len(whole.text) // 2 :].strip()[:6]
+    await idle(cache)
     ended = await episode.generate(chat("49 grams"), salt="ended", stop=text, **how)
     assert ended.finish_reason == "stop" and len(ended.token_ids) < len(whole.token_ids)
     assert whole.recovery is not None and ended.recovery is not None
@@ -159,6 +161,17 @@ async def test_a_stop_string_leaves_the_report_as_it_is(cache: AsyncAgentCache, 
     )
     assert found == want
     assert ended.recovery.rows and ended.recovery.repair_tokens > 0 and 0 < ended.recovery.recompute_ratio < 1
+
+
+async def test_a_stop_string_leaves_the_report_of_a_request_that_is_served_plainly(cache: AsyncAgentCache) -> None:
+    episode = cache.episode("stop, plain")
+    how: dict[str, Any] = {"extra": {"skip_reading_prefix_cache": True}, "save": False, "max_tokens": 24}
+    whole = await episode.generate(chat("12 grams"), **how)
+    text = whole.text[len(whole.text) // 2 :].strip()[:6]
+    ended = await episode.generate(chat("12 grams"), stop=text, **how)
+    assert ended.finish_reason == "stop" and ended.recovery is not None
+    assert ended.recovery.reason == "the request asked not to read any cache"
+    assert ended.recovery.exact and ended.recovery.prompt_tokens == ended.prompt_tokens
 
 
 async def test_subscribers_hear_of_revision_resume_and_pause_in_order(cache: AsyncAgentCache) -> None:
