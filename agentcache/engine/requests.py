@@ -189,8 +189,8 @@ async def _recovery(
 async def _late_report(engine: Engine, resume: ResumeParams) -> dict[str, Any]:
     """Returns the report of a request that a stop string ended: in the caller, before the engine's own report.
 
-    The engine hears of the end as an abort, and the workers of the report in its next step. Each question waits for a step that
-    is under way: few are needed, however long steps take.
+    The engine hears of the end as an abort, and the workers of the report in its next step, which vLLM makes after every end. Each
+    question waits for a step that is under way: few are needed, however long steps take.
     """
     for _ in range(_LATE_TRIES):
         noted = await _noted(engine, resume)

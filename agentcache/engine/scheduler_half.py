@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from agentcache.config import ConnectorConfig
 from agentcache.engine.costs import CostModel, Limits
 from agentcache.engine.durable import DurableTier
@@ -74,7 +72,7 @@ class SchedulerHalf:
         self._allocated: list[Any] = []
         self._promised = 0  # tokens that loads of the step being scheduled compute
         self._orders = StepOrders()
-        self._news = False  # the workers are to hear of what has ended, though no request may run
+        self._news = False  # saves have ended since the workers were told how many are open
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
 
@@ -329,8 +327,6 @@ class SchedulerHalf:
             self.index.unpin(version)
         note = recovery.model_dump(mode="json")
         self._note(state, {ENDED: note})
-        if request.status == RequestStatus.FINISHED_ABORTED:
-            self._news = True  # a stop string ended it in the caller, who waits for the note: no other request may come
         return keep, {KEY: note}
 
     def _label_rows(self, state: RequestState) -> None:

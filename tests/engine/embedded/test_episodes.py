@@ -140,7 +140,7 @@ async def test_a_reply_that_a_stop_string_ends_is_reported_and_kept(cache: Async
 
 @pytest.mark.parametrize("policy", ["edit_local", "prophetkv"])
 async def test_a_stop_string_leaves_the_report_as_it_is(cache: AsyncAgentCache, policy: str) -> None:
-    """Without a save no step follows by itself: the report must come all the same, with what was chosen in the worker."""
+    """Without a save too, and with what was chosen in the worker."""
     episode = cache.episode(f"stop, {policy}")
     first = await episode.generate(chat("12 grams"), max_tokens=1)
     how: dict[str, Any] = {"policy": policy, "parent": first.version, "save": False, "max_tokens": 24}
